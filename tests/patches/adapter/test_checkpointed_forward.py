@@ -1,4 +1,5 @@
-"""A recomputed forward pass of a stage, which holds only its input and counts once."""
+"""Tests of a recomputed forward pass of a stage, which stores only its input and whose loss counts
+once."""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ MICROBATCHES = 3
 
 
 class Model(MegatronModule):
-    """The last stage: drops out, and has a weight."""
+    """Model of the last stage, with dropout and one weight."""
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(fp8=None, fp4=None))
         self.weight = torch.nn.Parameter(torch.full((4, 4), 0.5))
         self.x = torch.empty(0)
-        self.runs: list[tuple[bool, bool]] = []  # first runs, those with gradients
+        # by run: whether it is the first of its microbatch, and whether it computes gradients
+        self.runs: list[tuple[bool, bool]] = []
 
     def set_input_tensor(self, tensors: list[Tensor]) -> None:
         (self.x,) = tensors
@@ -50,7 +52,7 @@ class Model(MegatronModule):
 
 
 class Job:
-    """A step of one stage, with what its caller sees."""
+    """Step of one stage, with the losses that its caller sees."""
 
     def __init__(self, recomputed: set[int], step: Callable[..., Any] | None = None) -> None:
         self.losses: list[float] = []  # by call of the loss function
@@ -94,7 +96,8 @@ class Job:
         return gradient
 
     def run(self) -> list[Tensor]:
-        """All forward passes, then microbatch by microbatch the rest; the gradients of inputs."""
+        """Run all forward passes, then the rest of each microbatch, and return the gradients of the
+        inputs."""
         torch.manual_seed(1)
         inputs = [torch.ones(4, requires_grad=True) for _ in range(MICROBATCHES)]
         for microbatch, x in enumerate(inputs):
@@ -119,8 +122,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_runs_again_as_it_was() -> None:
-    """The recomputed forward pass repeats the first one: it has the same dropout on the same
-    tokens, and later draws are those of a training without recompute."""
+    """A recomputed forward pass repeats the first one with the same dropout on the same tokens.
+    Random numbers drawn later are those of a training without recompute."""
     plain, again = Job(set()), Job({0, 2})
     expected, after = plain.run(), torch.get_rng_state()
     gradients = again.run()
@@ -206,8 +209,9 @@ def test_multi_token_prediction_is_logged_in_the_second_run_alone(
 
 @pytest.mark.usefixtures("patched")
 def test_experts_are_chosen_alike_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runs of a recomputed pass choose experts alike. Without gradients Megatron left the
-    experts unsorted, and sums of scores differed in the last bit."""
+    """A recomputed pass chooses experts in the same order as the first one. In the first pass,
+    which runs without gradients, Megatron left the chosen experts unsorted, so sums of scores
+    differed in the last bit."""
     asked = []
     topk = torch.topk
 

@@ -1,4 +1,4 @@
-"""Megatron's lists of a rank's loaders and of its validation sets under several chunks."""
+"""Tests of the lists of data loaders and validation sets on a rank with several model chunks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_ext.patches.megatron.training.training import chunks, loaders
 def test_a_chunk_that_reads_nothing_has_as_many_sets_as_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk without data has as many validation sets as the others. The data provider gives a
-    rank without data three times None, which Megatron takes for one set."""
+    """A chunk that reads no data has as many validation sets as the other chunks. The data provider
+    returns None three times on a rank without data, and Megatron takes this for one set."""
     monkeypatch.setattr(chunks, "get_args", lambda: SimpleNamespace(eval_iters=[3, 5]))
     given: list[Any] = []
 
@@ -39,8 +39,8 @@ def test_a_chunk_that_reads_nothing_has_as_many_sets_as_the_others(
 def test_validation_sets_are_as_long_as_where_they_are_read(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each chunk counts the samples of its test set from the flag --eval-iters. Once the last chunk
-    had its loaders, the lengths of the validation sets replaced that setting."""
+    """Each chunk computes the size of its test set from --eval-iters. The lengths of the validation
+    sets used to replace that setting after the last chunk had its loaders."""
     args = SimpleNamespace(
         eval_iters=7,
         full_validation=True,

@@ -1,8 +1,9 @@
-"""Masks of documents, which training scripts give to the first and the last stage only.
+"""Tests of attention masks of documents, which training scripts give to the first and the last
+stage only.
 
 With --reset-attention-mask and layers that apply the mask, zb-v on two ranks differed from stock's
-1F1B in silence: the V's inner stages attended over the borders of documents. Stock's own virtual
-stages and longer lines do the same, which doctor says.
+1F1B without a message: inner stages of the V attended over the ends of documents. Stock's own
+virtual stages and longer pipelines do the same, which `doctor` says.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ def test_which_layers_apply_masks(case: str) -> None:
 def test_the_fused_kernel_is_taken_as_megatron_takes_it(
     tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check takes the fused kernel for document masks when Megatron would. Megatron asks a
-    compiled kernel for its rows per block; the kernel is not compiled here."""
+    """Our check expects the fused softmax kernel, which ignores document masks, exactly when
+    Megatron would use it. Megatron asks the compiled kernel for its rows per block; that function
+    is replaced here."""
     softmax = fused_softmax.FusedScaleMaskSoftmax(
         False, True, AttnMaskType.causal, True, lambda x, mask: x, True, None
     )
 
-    def rows_of_a_block(sq: int, sk: int, b: int, np: int) -> int:  # scaled_masked_softmax.h
+    def rows_of_a_block(sq: int, sk: int, b: int, np: int) -> int:  # as in scaled_masked_softmax.h
         elements = 1 << (sk - 1).bit_length()
         return 128 // min(elements, 32) * (2 if elements <= 128 else 1)
 
@@ -96,12 +98,13 @@ def test_schedules_with_virtual_stages_refuse_it(schedule: str) -> None:
     settings.reset_attention_mask = False
     settings.reset_position_ids = settings.eod_mask_loss = True
     refuse(settings, resolved)
-    settings.reset_attention_mask = settings.bf16 = True  # the fused kernel
+    # bf16 uses the fused kernel, which ignores the mask
+    settings.reset_attention_mask = settings.bf16 = True
     refuse(settings, resolved)
 
 
 def test_bridges_dataset_is_looked_at() -> None:
-    """Megatron-Bridge has the setting in its dataset's config."""
+    """A Megatron-Bridge config with reset_attention_mask in its dataset is refused under zb-v."""
     parts = dict.fromkeys(
         ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
     )

@@ -1,4 +1,5 @@
-"""The patch of GPTModel that divides its vocabulary: what it refuses."""
+"""Test of the patch of GPTModel that splits its vocabulary over the ranks, and of a model that it
+refuses."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from megatron_ext.patches.megatron.core.models.gpt.gpt_model.tables import patch
 
 
 def test_logits_of_a_type_of_their_own_are_refused() -> None:
-    """Logits of another type (--logit-dtype, since Megatron 0.20) are refused. Without whole logits
-    the flag would change nothing."""
+    """With a vocabulary split over the ranks, --logit-dtype (new in Megatron 0.20) is refused,
+    because no rank has whole logits and the flag would change nothing."""
 
     def of_newer_megatron(model: Any, config: Any, logit_dtype: Any = None) -> None:
         raise AssertionError("built")

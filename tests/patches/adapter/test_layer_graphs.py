@@ -1,6 +1,7 @@
-"""Per-layer CUDA graphs: the order of their capture, and what outlives their memory.
+"""Tests of CUDA graphs of layers: the order of their capture, and tensors that outlive the graphs'
+memory.
 
-Where graphs are captured and replayed for real is tests/gpu/test_cuda_graphs.py.
+tests/gpu/test_cuda_graphs.py captures and replays real graphs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from tests.helpers.schedules import rows_of, written
 
 
 def stocks_order(p: int, rank: int, microbatches: int, chunks: int) -> list[int]:
-    """Return the order in which Megatron itself captures the passes."""
+    """Return the order in which Megatron itself captures the passes of ``rank``."""
     group = SimpleNamespace(size=lambda: p, rank=lambda: rank)
     p2p = SimpleNamespace(
         pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
@@ -73,7 +74,7 @@ def test_the_order_of_megatrons_own_schedules_is_megatrons(schedule: str, chunks
         assert capture_order(row, stages) == stocks_order(4, rank, 8, chunks)
 
 
-# Chunk 1 of a V's last rank is the first stage, and chunk 2 the last.
+# On a V, chunk 1 of the last rank is the first stage, and chunk 2 is the last stage.
 @pytest.mark.parametrize(
     ("schedule", "orders"),
     [
@@ -108,7 +109,7 @@ def test_weight_gradients_are_left_out_of_the_order(schedule: str, orders: list[
 def test_every_row_of_ours_can_be_captured(schedule: str, m: int) -> None:
     for rank in range(4):
         row, stages = row_of(schedule, 4, m, rank)
-        layers = range(1, len(stages) + 1)  # another number in each chunk
+        layers = range(1, len(stages) + 1)  # each chunk has another number of layers
         check_capture(capture_order(row, stages), row, stages, layers)
 
 
@@ -124,16 +125,17 @@ ROW = rows_of("0F0 0F1 0I0 1F0 0W0 1I0 0I1 1F1 0W1 1I1 1W0 1W1")[0]
     ],
 )
 def test_a_wrong_order_is_found(order: list[float], why: str) -> None:
-    """The checker finds a wrong order of captured graphs. Transformer Engine accepts the first two,
-    as it does not look at the row of passes."""
+    """`check_capture` refuses an order of captures that does not fit the rank's passes. Transformer
+    Engine accepts the first two of these orders, because it does not know the passes."""
     check_capture([1, 1, -1, 2, -2, -1, 2, -2], ROW, (0, 1))
     with pytest.raises(ValueError, match=why):
         check_capture(order, ROW, (0, 1))
 
 
 def test_microbatches_out_of_order_are_found() -> None:
-    """The checker finds microbatches out of order. Transformer Engine frees the buffers of the
-    oldest forward pass, so 1F2 would get those of 0F0."""
+    """A rank's row is refused for CUDA graphs if its backward passes have another order than its
+    forward passes. Transformer Engine frees the buffers of the oldest forward pass, so 1F2 would
+    overwrite those of 0F0."""
     (row,) = rows_of("0F0 0F1 0I1 0F2 0I0 0I2")
     order = capture_order(row, (0,))
     with pytest.raises(ValueError, match="0I1 is number 0 among the passes of its kind"):
@@ -143,8 +145,8 @@ def test_microbatches_out_of_order_are_found() -> None:
 
 
 def test_a_stage_without_backward_passes_is_found() -> None:
-    """The checker finds a stage without backward passes, such as one before all trained layers.
-    Transformer Engine would count its graphs wrongly."""
+    """A rank's row is refused for CUDA graphs if a stage has no backward passes, as a stage before
+    all trained layers. Transformer Engine would count the graphs wrongly."""
     (row,) = rows_of("0F0 1F0 0F1 1I0 1W0 1F1 1I1 1W1")
     with pytest.raises(ValueError, match="stage 0 has 2 forward passes and 0 backward passes"):
         check_capture(capture_order(row, (0, 1)), row, (0, 1))
@@ -171,7 +173,7 @@ def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert cuda_graphs.convert_schedule_table_to_order(1, 2, table) == capture_order(
             row, stages
         )
-        # A vision tower is before the first chunk's layers, and has one.
+        # A vision encoder comes before the first chunk's layers, and has one layer here.
         tower = cuda_graphs.convert_schedule_table_to_order(1, 1, [(m, 0) for m in range(3)])
         assert tower == [1, 1, 1, -1, -1, -1]
         with pytest.raises(ValueError, match="is to capture a step of 4 microbatches, and earlier"):
@@ -179,7 +181,7 @@ def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_steps_that_are_not_as_captured_are_refused() -> None:
-    """A step that differs from the captured one is refused: a batch of another size, or the next
+    """A step that differs from the captured one is refused: a batch of another size, or another
     schedule of a race."""
     graphs = LayerGraphs()
     model = nn.Linear(1, 1)
@@ -206,7 +208,8 @@ def test_memory_is_told_by_its_addresses() -> None:
 
 
 class Split(nn.Linear):
-    """Goes through Megatron's function, which is split."""
+    """Linear layer that calls Megatron's autograd function, whose backward pass our patches
+    split."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rest = (None, False, False, False, None, None, None, 1)[: _ARGUMENTS - 2]
@@ -227,9 +230,9 @@ def layer() -> Layer:
 def test_what_is_split_beside_graphs_has_its_gradients(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Split layers next to CUDA graphs have their gradients. Their operands, and the tensors that
-    are sent, are outputs of graphs in memory that later passes overwrite. Without copies the second
-    step's gradients were NaN."""
+    """Split layers between captured layers get the right gradients. Their operands, and the tensors
+    that are sent, are outputs of CUDA graphs, in memory that later passes overwrite. Without copies
+    the gradients of the second step were NaN."""
     monkeypatch.setattr(graphs_on_cpu, "pool", graphs_on_cpu.Pool())
     monkeypatch.setattr(layer_graphs, "graph_memory", lambda: graphs_on_cpu.pool.ranges())
     run: Callable[..., list[torch.Tensor]] = partial(
@@ -342,7 +345,7 @@ def test_experts_are_left_where_routers_are_captured() -> None:
 
 
 class Noted(nn.Linear):
-    """Notes where it takes its input from."""
+    """Linear layer that notes the address of its input."""
 
     taken: ClassVar[list[int]] = []
 
@@ -354,8 +357,9 @@ class Noted(nn.Linear):
 @nightly("the stand-in for graphs has the same arithmetic, and the checker's own tests are by day")
 @pytest.mark.parametrize("version", on_cpu.VERSIONS)
 def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> None:
-    """Transformer Engine shares graph buffers as the checker says. Its own code runs here; in place
-    of a capture a layer simply runs."""
+    """Transformer Engine shares the buffers of CUDA graphs between passes as our `check_buffers`
+    assumes. Transformer Engine's own code runs here, with a plain call of the layer in place of a
+    capture."""
     folder = on_cpu.fetch(version)
 
     def on_rank(rank: int) -> None:
@@ -376,7 +380,7 @@ def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> 
 
 
 def check_sharing(make: Callable[..., Any], order: list[int]) -> None:
-    layers = list(range(1, max(order) + 1))  # another number in each chunk
+    layers = list(range(1, max(order) + 1))  # each chunk has another number of layers
     callables = tuple(Noted(2, 2) for _ in range(sum(layers)))
     samples = [(torch.ones(1, 2, requires_grad=True),) for _ in range(sum(layers) * order.count(1))]
     Noted.taken = []

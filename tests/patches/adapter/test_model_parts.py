@@ -1,4 +1,5 @@
-"""Parts of a model chunk, and costs that are computed from them."""
+"""Tests of the parts of a model chunk that Megatron built, and of costs that are computed from
+them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def holding(**children: torch.nn.Module) -> Any:
 
 
 def gpt(layers: int, rows: int = 0) -> Any:
-    """As far as it is looked at: 20 parameters a layer."""
+    """Return a stand-in for a GPT with the modules that are looked at, and 20 parameters in each
+    layer."""
     model = holding(decoder=holding(layers=torch.nn.ModuleList(linear() for _ in range(layers))))
     if rows:
         model.output_layer = linear()
@@ -58,7 +60,7 @@ def test_a_language_model_is_found_in_its_wrappers() -> None:
     head = model.output_layer
     wrappers = (
         model,
-        holding(module=holding(module=model)),  # DDP, Float16Module
+        holding(module=holding(module=model)),  # DistributedDataParallel around Float16Module
         holding(vision_model=gpt(3), language_model=model),
         holding(module=holding(thinker=holding(audio=linear(), language_model=model))),
     )
@@ -86,7 +88,7 @@ def test_what_of_a_chunk_is_trained() -> None:
     model.decoder.layers[0].weight.requires_grad = False
     size = chunk_size(model)
     assert (size.trained_matrices, size.head_is_trained, size.reached) == (0.5, False, 1.0)
-    model.decoder.layers[0].requires_grad_(False)  # its bias, too
+    model.decoder.layers[0].requires_grad_(False)  # now its bias is frozen too
     assert chunk_size(model).reached == 0.5
     assert chunk_size(holding(tower=linear(), language_model=model)).reached == 1.0
     assert chunk_size(model.requires_grad_(False)).reached == 0.0
@@ -158,7 +160,7 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
     lines: list[str] = []
     job = of_built(CONFIG, line(2), per_stage, 16, 1, ranks=2, stride=1)
     job_costs(CostsSource("profile", Path("costs.json")), job, 1, lines.append)
-    assert not lines  # they are being measured
+    assert not lines  # no remark, because the costs are being measured
     costs_of_model(CONFIG, line(2), per_stage, 16, 1, lines.append)
     if told is None:
         assert not lines
@@ -168,8 +170,8 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
 
 
 def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that were frozen in the first step must stay frozen: no backward pass runs on their
-    stage, so their gradients would be missing without an error."""
+    """A training ends if a weight that was frozen in its first step is trained later: no backward
+    pass runs on that stage, so the gradient would be missing without an error."""
     programs = Programs(PipelineConfig(schedule="zb-h1"), lambda *_: {})
     pipeline: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
     frozen, other = linear().requires_grad_(False), linear()
@@ -185,8 +187,8 @@ def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_gradients_could_be_lost() -> None:
-    """Gradients may be lost in a model with Megatron's recompute, and in one whose settings are
-    unknown."""
+    """A model may lose gradients of frozen parts if it has Megatron's recompute, or if its settings
+    are unknown."""
     model = gpt(1)
     assert may_lose_gradients(linear()) and may_lose_gradients(model)
     model.config = replace(CONFIG)

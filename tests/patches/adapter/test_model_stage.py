@@ -1,4 +1,4 @@
-"""A stage's passes in Megatron's words."""
+"""Tests of the passes of one stage as calls of Megatron's model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from megatron_ext.runtime.recorder import Recorder
 
 
 class QuantisedModel(MegatronModule):
-    """Makes its weights' FP8 copies in the forward passes that it is told are a step's first."""
+    """Model that quantizes its weights to FP8 in forward passes with is_first_microbatch, as
+    Transformer Engine does."""
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(fp8="hybrid"))
         self.is_first_microbatch = False
-        self.quantised: list[bool] = []  # by each forward pass
+        self.quantised: list[bool] = []  # for each forward pass, whether it quantized the weights
 
     def set_input_tensor(self, tensors: Any) -> None:
         pass
@@ -39,7 +40,7 @@ class QuantisedModel(MegatronModule):
 def stage_of(
     model: QuantisedModel, forward_only: bool = False, first_val_step: bool | None = None
 ) -> ModelStage:
-    """A stage of a new step."""
+    """Return the stage of a new step."""
     config = SimpleNamespace(
         timers=None,
         enable_autocast=False,
@@ -66,9 +67,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int]) -> None:
-    """Weights are quantised in a step's first forward pass, whichever microbatch it is. They were
-    quantised in the pass of microbatch 0, so in a user's file earlier passes ran on the weights of
-    the step before."""
+    """Weights are quantized to FP8 in the first forward pass of a step, whichever microbatch it
+    runs. They were quantized in the pass of microbatch 0, so with a schedule file that runs others
+    first, earlier passes used the weights of the step before."""
     model = QuantisedModel()
     for _ in range(2):
         stage = stage_of(model)
@@ -78,8 +79,8 @@ def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int
 
 
 def test_a_step_that_begins_again_quantises_again() -> None:
-    """A step that restarts quantises its weights once more, as the optimizer step before it was
-    redone and the weights have changed."""
+    """A step that restarts quantizes its weights again, because the optimizer step before it was
+    repeated and the weights have changed."""
     model = QuantisedModel()
     stage = stage_of(model)
     stage.forward(0, torch.ones(1))
@@ -89,8 +90,8 @@ def test_a_step_that_begins_again_quantises_again() -> None:
 
 
 def test_an_evaluation_quantises_once() -> None:
-    """An evaluation quantises weights once, as weights do not change between its steps: Megatron
-    says which step is the first."""
+    """An evaluation quantizes weights only in its first step, which Megatron names
+    (first_val_step), because weights do not change between its steps."""
     model = QuantisedModel()
     for is_first in (True, False):
         stage = stage_of(model, forward_only=True, first_val_step=is_first)

@@ -1,4 +1,5 @@
-"""Packed sequences outside the passes: ranks build datasets and count tokens."""
+"""Tests of packed sequences outside the passes: which ranks build datasets, and how tokens are
+counted."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megatron_ext.patches.megatron.training.training import packed_tokens
 def built_and_given(
     monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config: bool
 ) -> tuple[bool, bool]:
-    """Whether a rank that reads nothing builds datasets, and whether its script gets them."""
+    """Return whether a rank whose stage reads no data builds datasets, and whether its script gets
+    them."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank)
     built: list[bool] = []
@@ -38,27 +40,28 @@ def built_and_given(
 
 
 def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --dataloader-inter-document-masking the stages between the ends need documents to read.
-    Their iterators were None on all ranks but global rank 0: on a loop, and on a V of two ranks
-    with data parallelism, where 1F1B on two ranks trains."""
+    """With --dataloader-inter-document-masking, stages between the first and the last read
+    documents too. On all ranks but global rank 0 their iterators were None: on a loop, and on a V
+    of two ranks with data parallelism, although 1F1B on two ranks trained."""
     masked = {"inter_document_masking": True}
     assert built_and_given(monkeypatch, 2, 0, **masked) == (True, True)
     assert built_and_given(monkeypatch, 3, 1, **masked) == (False, False)
     assert built_and_given(monkeypatch, 2, 0, inter_document_masking=False) == (False, False)
-    assert built_and_given(monkeypatch, 2, 0) == (False, False)  # Megatron 0.18
+    assert built_and_given(monkeypatch, 2, 0) == (False, False)  # Megatron 0.18 has no such setting
 
 
 def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Global rank 0 builds datasets for other ranks. It got a loader for them, and its
-    data-parallel peers got none, so the first collective of these ranks hung."""
+    """Global rank 0 builds datasets for the other ranks, but gets no loader if its stage reads
+    nothing. It got one while its data-parallel peers had none, so the first collective of these
+    ranks hung."""
     assert built_and_given(monkeypatch, 0, 0) == (True, False)
     assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set builder may build twice. The second time global rank 0 was taken for a reader, and
-    had a loader once more."""
+    """A second build of datasets has the same result on global rank 0. In the second build rank 0
+    was treated as a rank that reads, and got a loader again."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace())
 
@@ -75,8 +78,8 @@ def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("chunks", [None, 2, 4])
 def test_tokens_are_counted_once(chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are counted once. TFLOP/s on a V were twice the real ones, since each chunk adds what
-    its rank has read."""
+    """The lengths of packed sequences count once on a rank with several chunks. Each chunk adds
+    what its rank has read, so TFLOP/s on a V were twice the real ones."""
     name = "get_virtual_pipeline_model_parallel_world_size"
     monkeypatch.setattr(parallel_state, name, lambda: chunks)
     with apply(packed_tokens.patches(PipelineConfig(schedule="zb-v"))):

@@ -1,5 +1,5 @@
-"""Overlapped passes: the schedules that may have them, and the settings that are refused with
-them."""
+"""Tests of overlapped forward and backward passes: schedules that may have them, and settings that
+are refused with them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_another_extra_is_refused_by_its_flag() -> None:
 
 
 def test_packed_sequences_are_refused() -> None:
-    """Overlapped passes refuse packed sequences. Megatron's forward step gives the plan no
-    cu_seqlens, so tokens would attend to other sequences."""
+    """Overlapped passes are refused for packed sequences. Megatron's forward step gives its
+    schedule plan no cu_seqlens, so tokens would attend to other sequences."""
     with pytest.raises(ValueError, match="ends of packed sequences"):
         refuse(asking("zb-v", sft=True), choose("zb-v"))
 
@@ -72,13 +72,14 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
 
 
 def test_a_step_of_one_microbatch_has_none() -> None:
-    """A step of one microbatch has no overlapped passes. A caller's batches may come to one
-    microbatch, and its step would have been refused in the middle of a training."""
+    """A step of one microbatch runs without overlapped passes. A caller's batch may come to one
+    microbatch, and such a step would have been refused in the middle of a training."""
     settings = asking("zb-v")
     ours = PipelineConfig(schedule="zb-v")
     assert requested_options(ours, settings, 2) == {"pairs": True}
     assert requested_options(ours, settings, 1) == {}
-    assert requested_options(ours, settings) == {"pairs": True}  # a launch that honours the flag
+    # at a launch the flag counts whatever the number of microbatches
+    assert requested_options(ours, settings) == {"pairs": True}
 
 
 def test_passes_that_run_as_one_are_not_measured() -> None:

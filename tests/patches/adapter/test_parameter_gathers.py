@@ -1,4 +1,4 @@
-"""When the parameter gathers of a step's chunks start."""
+"""Tests of the time at which a step starts the parameter gathers of its chunks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def config_that_notes(as_list: bool) -> tuple[Any, list[tuple[int, list[Any]]]]:
 
 @pytest.mark.parametrize("as_list", [True, False])
 def test_a_chunks_gathers_start_before_the_chunk_before_it_begins(as_list: bool) -> None:
-    """A chunk's parameter gathers start before the chunk before it begins. The rows are those of a
-    schedule file that begins with the rank's last chunk."""
+    """The parameter gathers of a chunk start before the passes of the preceding chunk begin. The
+    row is that of a schedule file that begins with the rank's last chunk."""
     config, calls = config_that_notes(as_list)
     models = chunks()
     gathers = parameter_gathers(config, models, ROW, forward_only=False)
@@ -49,8 +49,8 @@ def test_a_chunks_gathers_start_before_the_chunk_before_it_begins(as_list: bool)
 
 
 def test_what_has_been_started_is_not_started_anew() -> None:
-    """A step that restarts, because of the verdict on the step before, does not start
-    parameter gathers twice."""
+    """A step that restarts, after the verdict on the step before, does not start its parameter
+    gathers twice."""
     config, calls = config_that_notes(as_list=True)
     gathers = parameter_gathers(config, chunks(), ROW, forward_only=False)
     for _ in range(2):

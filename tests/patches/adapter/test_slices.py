@@ -1,5 +1,8 @@
-"""A GPTModel run slice by slice, called with whole batches: its losses and gradients are those of
-whole sequences, and what is held does not grow with the number of slices."""
+"""Tests of a GPTModel that runs slice by slice, called with whole batches.
+
+Losses and gradients are those of whole sequences, and stored bytes do not grow with the number of
+slices.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ EVEN, UNEVEN = (4, 4, 4, 4), (7, 5, 3, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is called."""
+    """Model, and the arguments with which it is called."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     positions: str = "rope"
@@ -102,7 +105,8 @@ FULL = {
     "recompute_num_layers": 1,
 }
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-# Losses that weigh: of each token's router, a slice alone would make another.
+# Losses of routers with weights that matter; a router's loss over one slice differs from that over
+# the sequence.
 ROUTED = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -213,7 +217,7 @@ def batch(case: Case, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     mask = None
-    if case.has_mask:  # causal within two documents a sample, as --reset-attention-mask has it
+    if case.has_mask:  # causal within the two documents of a sample, as with --reset-attention-mask
         document = torch.arange(SEQUENCE) >= torch.tensor([[5], [9]])
         other = document[:, :, None] != document[:, None, :]
         mask = (torch.ones(SEQUENCE, SEQUENCE).triu(1).bool() | other)[:, None]
@@ -228,7 +232,7 @@ def batch(case: Case, seed: int) -> dict[str, Any]:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """In a process with groups: the model takes slices."""
+    """Patch Megatron so that the model accepts slices. The process must have groups."""
     modules = (
         gpt_model_slices,
         router,
@@ -253,7 +257,8 @@ def run_whole(model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor) ->
 def run_slices(
     model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor, lengths: Sequence[int]
 ) -> list[Tensor]:
-    """All forward passes first, so that several microbatches are held."""
+    """Run all forward passes before the backward passes, so that several microbatches are stored,
+    and return the losses."""
     parts: dict[tuple[int, Span], Tensor] = {}
     for number, batch in enumerate(batches):
         for span in spans(lengths):
@@ -272,7 +277,8 @@ def run_slices(
 def run_shared(
     model: GPTModel, batches: Sequence[dict[str, Any]], dy: Tensor, lengths: Sequence[int]
 ) -> list[Tensor]:
-    """As `run_slices`, of the sequences that both ranks share; gradients are summed over them."""
+    """Run as `run_slices` on context-parallel ranks that share the sequences, and sum gradients
+    over them."""
     group = parallel_state.get_context_parallel_group()
     local = spans(lengths, group.rank(), group.size())
     with running_slice.step(local, group):
@@ -306,7 +312,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def logged() -> dict[str, float]:
-    """Return the sums of what routers and indexers have logged of their losses."""
+    """Return the sums of the losses that routers and indexers have logged."""
     metrics = get_moe_metrics_tracker().metrics
     made = {name: float(entry.values.sum()) for name, entry in metrics.items()}
     if (of_indexers := DSAIndexerLossLoggingHelper.tracker.get("values")) is not None:
@@ -336,7 +342,7 @@ def compare(case: Case, lengths: Sequence[int]) -> None:
     for got, wanted in zip(losses, expected_losses, strict=True):
         assert relative(got, wanted) < 1e-6
     for name, parameter in model.named_parameters():
-        if expected[name] is None:  # of an indexer without a loss
+        if expected[name] is None:  # the gradient of an indexer without a loss
             assert parameter.grad is None, name
         else:
             assert relative(parameter.grad, expected[name]) < 2e-6, name
@@ -383,7 +389,7 @@ SHARED_LENGTHS = (8, 4, 2, 2)
 
 
 def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
-    """Losses and gradients of each case, in slices over all ranks that there are."""
+    """Return losses and gradients of each case, in slices that all ranks share."""
     made = []
     ranks = dist.get_world_size()
     with apply(cpu.patches()):
@@ -408,8 +414,9 @@ def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
 def test_ranks_that_share_sequences_have_part_of_each_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Context-parallel ranks share each slice. Megatron would give each rank a piece from the front
-    and one from the back of the sequence."""
+    """Each context-parallel rank has a part of each slice, with the losses and gradients of whole
+    sequences. Megatron would give each rank a piece from the front and one from the back of the
+    sequence."""
     context_parallel.install(monkeypatch, context_parallel.LocalAttention)
     (whole,), shared = (values(run_ranks(ranks, of_shared)) for ranks in (1, 2))
     for of_rank in shared:
@@ -421,8 +428,8 @@ def test_ranks_that_share_sequences_have_part_of_each_slice(
 
 
 def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
-    """A batch that was cut into other slices is refused. It has as many tokens, so a model would
-    train on wrong numbers without an error."""
+    """A batch that was not cut by slices is refused. It has as many tokens, so a model would train
+    on wrong numbers without an error."""
     (first, _) = shared = spans((8, 8), 0, 2)
     tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
     with (
@@ -464,7 +471,7 @@ def gradients_in_fp32(model: GPTModel, run: Callable[[], Any]) -> dict[str, Tens
 
 
 def errors_in_bf16(rank: int) -> tuple[float, float]:
-    """Relative errors of all gradients in bf16, of whole sequences and of slices."""
+    """Return the relative error of all gradients in bf16, for whole sequences and for slices."""
     case = Case()
     with one_rank(), patched():
         torch.manual_seed(1)
@@ -480,15 +487,15 @@ def errors_in_bf16(rank: int) -> tuple[float, float]:
 
 @nightly("test_losses_and_gradients_are_those_of_whole_sequences")
 def test_bf16_errors_are_not_above_those_of_whole_sequences() -> None:
-    """Rounding errors of slices in bf16 are not above those of whole sequences, as the sums of
-    slices are shorter."""
+    """In bf16 the gradients of slices have no larger rounding errors than those of whole sequences,
+    because the sums of slices are shorter."""
     ((whole, sliced),) = values(run_ranks(1, errors_in_bf16))
     assert sliced < 1.1 * whole < 0.1
 
 
 class Kernel(torch.autograd.Function):
-    """Attention that keeps what flash attention does: its inputs and outputs, and a figure a query
-    and head. [s, b, heads, channels]"""
+    """Attention on [s, b, heads, channels] that saves what flash attention does: inputs, outputs,
+    and a figure for each query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -521,7 +528,8 @@ def kernel(
 
 
 def held(number: int) -> int:
-    """Bytes that the forward passes of a microbatch in so many slices leave behind."""
+    """Return the bytes that the forward passes of a microbatch in ``number`` slices store for the
+    backward pass."""
     torch.manual_seed(1)
     model = build(Case())
     local = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -549,8 +557,8 @@ def what_is_held(rank: int) -> list[int]:
 
 
 def test_what_is_held_does_not_depend_on_the_number_of_slices() -> None:
-    """Memory does not depend on the number of slices. If keys and values were concatenated anew for
-    each slice, 8 slices would store them 4.5 times."""
+    """The stored bytes of a microbatch do not depend on the number of slices. If keys and values
+    were concatenated anew for each slice, 8 slices would store them 4.5 times."""
     (bytes_held,) = values(run_ranks(1, what_is_held))
     assert len(set(bytes_held)) == 1, bytes_held
 
@@ -558,7 +566,8 @@ def test_what_is_held_does_not_depend_on_the_number_of_slices() -> None:
 def as_transformer_engine(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, kind: AttnMaskType, *none: Any
 ) -> Tensor:
-    """How its kernels align causal masks where there are fewer queries than keys."""
+    """Attention that aligns causal masks as Transformer Engine's kernels do if there are fewer
+    queries than keys."""
     scores = torch.einsum("qbhc,kbhc->bhqk", query, key)
     offset = {AttnMaskType.causal: 0, AttnMaskType.causal_bottom_right: len(key) - len(query)}[kind]
     unseen = torch.ones(len(query), len(key)).tril(offset) == 0
@@ -567,8 +576,8 @@ def as_transformer_engine(
 
 
 def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
-    """Transformer Engine's mask is aligned to the bottom right. With its plain causal mask a
-    slice's first query would attend to the first key only."""
+    """Slices call Transformer Engine's attention with the causal mask that is aligned to the bottom
+    right. With its plain causal mask a slice's first query would attend to the first key only."""
     drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
     layer = torch.nn.Module()
     run: Callable[..., Tensor] = attend_with_transformer_engine
@@ -583,8 +592,8 @@ def test_transformer_engines_mask_is_aligned_to_the_bottom_right() -> None:
 
 
 def shared_by_transformer_engine(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the attention of both ranks over sequences that they share, and that over whole
-    sequences."""
+    """Return two results of attention on this rank: over sequences that two ranks share, and over
+    whole sequences."""
     torch.manual_seed(1)
     drawn = torch.randn(3, SEQUENCE, 1, 2, 4).unbind()
     group = dist.group.WORLD
@@ -658,25 +667,26 @@ def test_a_slice_has_its_part_of_each_argument() -> None:
 
 
 class OtherAttention(DotProductAttention):
-    """Knows nothing of slices."""
+    """Attention class that slices do not know."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("only its class is looked at")
 
 
 class Bare(torch.nn.Module):
-    """A module that only carries attributes."""
+    """Module that only carries attributes."""
 
 
 def bare(kind: type[torch.nn.Module]) -> Any:
-    """A module of ``kind`` that holds nothing yet."""
+    """Return a module of ``kind`` without any contents."""
     made = kind.__new__(kind)
     torch.nn.Module.__init__(made)
     return made
 
 
 def chunk_of(kind: type[torch.nn.Module], mixer: torch.nn.Module) -> torch.nn.Module:
-    """A chunk of ``kind`` whose one layer mixes tokens with ``mixer``, wrapped as for training."""
+    """Return a chunk of ``kind`` whose only layer mixes tokens with ``mixer``, wrapped as for
+    training."""
     wrapper, layer = bare(Bare), bare(Bare)
     layer.self_attention, layer.cross_attention = mixer, IdentityOp()
     wrapper.module = bare(kind)
@@ -721,14 +731,16 @@ def test_what_predicts_further_tokens_is_looked_at_too() -> None:
 def test_a_model_that_is_not_known_is_refused(
     kind: type[torch.nn.Module], mixer: Callable[[], torch.nn.Module], why: str
 ) -> None:
-    """A model whose token mixing is unknown would train on wrong numbers without an error."""
+    """Slices refuse a model whose way of mixing tokens is unknown, because it would train on wrong
+    numbers without an error."""
     with pytest.raises(ValueError, match=why):
         refuse_unknown([chunk_of(kind, mixer())])
 
 
 def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
-    """A quantised weight requires its first gradient first. With slices the first slice's gradient
-    comes last, so such an order is refused; gradients of other weights are added in any order."""
+    """With slices, an order of passes is refused for quantized weights, whose first gradient must
+    come first: the first slice's gradient comes last. Gradients of other weights are added in any
+    order."""
     problem = Problem(
         line(2), 4, uniform(line(2), 1, 1, 1), options=ScheduleOptions(slices=Slices(2))
     )

@@ -1,5 +1,7 @@
-"""A GPTModel run in slices of packs, cut anywhere: what a token attends to, its position and its
-gradients are those of whole packs."""
+"""Tests of a GPTModel that runs packed sequences in slices, which are cut anywhere.
+
+The tokens that a token attends to, its position and its gradients are those of whole packs.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,19 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of a pack of 16 tokens: how long each is, and how much padding is behind it."""
+    """Documents of a pack of 16 tokens: the length of each, and the padding behind it."""
 
     lengths: tuple[int, ...]
     padding: tuple[int, ...] | None = None
 
     def params(self, **more: Any) -> PackedSeqParams:
         made = packed_params(self.lengths, self.padding)
-        longest = 1 + max(self.places)  # Megatron's frequencies reach over padding too
+        longest = 1 + max(self.places)  # Megatron's frequencies cover padding too
         return replace(made, max_seqlen_q=longest, max_seqlen_kv=longest, **more)
 
     @property
     def numbers(self) -> list[int]:
-        """The document of each token; -1 for padding."""
+        """Return the number of each token's document; -1 for padding."""
         padding = self.padding or (0,) * len(self.lengths)
         pieces = zip(self.lengths, padding, strict=True)
         return [
@@ -78,7 +80,7 @@ class Documents:
 
     @property
     def places(self) -> list[int]:
-        """The place of each token in its document, which goes on in the padding."""
+        """Return each token's position in its document; positions go on in the padding."""
         padding = self.padding or (0,) * len(self.lengths)
         return [
             place
@@ -104,7 +106,8 @@ def drawn(random: Random) -> Documents:
 
 
 def attended_by(documents: Documents, span: Span) -> dict[int, list[int]]:
-    """The tokens of the pack that each query of the slice attends to, as the parameters have it."""
+    """Return, for each query of the slice, the tokens of the pack that it attends to by the
+    parameters of attention."""
     with running_slice.running(0, 0, span):
         cut_to_slice({"packed_seq_params": documents.params()}, span)
         part = attended_part(span)
@@ -129,8 +132,8 @@ def attended_by(documents: Documents, span: Span) -> dict[int, list[int]]:
 
 
 def test_each_token_attends_to_its_document_up_to_itself() -> None:
-    """In packed sequences each token attends to its own document up to itself. Packs are drawn and
-    cut at random: borders at cuts, empty documents, padding."""
+    """In slices of packed sequences each token attends to its own document up to itself. Packs and
+    cuts are random: slices that end with a document, empty documents, padding."""
     random = Random(1)
     for documents in (*PACKS.values(), *(drawn(random) for _ in range(300))):
         cuts = sorted(random.sample(range(1, SEQUENCE), 3))
@@ -158,7 +161,7 @@ def test_positions_begin_anew_in_each_document() -> None:
         assert places == documents.places
 
 
-# --- models
+# --- whole models
 
 MLA = MLATransformerConfig
 CASES = {
@@ -231,7 +234,8 @@ def all_cases(rank: int) -> None:
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(0)
         for name, case in (CASES | dict(at_night(*AT_NIGHT.items()))).items():
-            # What shifts tokens goes by cu_seqlens_q alone, which padding between would falsify.
+            # Multi-token prediction shifts tokens by cu_seqlens_q only, which is wrong if there is
+            # padding between documents.
             shifts = "mtp_num_layers" in case.settings
             packs = [p for p in PACKS.values() if not (shifts and p.padding)]
             for lengths in (UNEVEN, *at_night(EVEN)):
@@ -243,19 +247,21 @@ def all_cases(rank: int) -> None:
 
 
 def test_losses_and_gradients_are_those_of_whole_packs() -> None:
-    """Losses and gradients of slices are those of whole packs. With multi-token prediction within a
-    slice, tokens at its end had no next token, and losses differed by 2e-3 without an error."""
+    """Losses and gradients of packs in slices are those of whole packs. Multi-token prediction that
+    looked only within a slice had no next token at the slice's end, and losses differed by 2e-3
+    without an error."""
     with sliced_packs_on_the_cpu():
         values(run_ranks(1, all_cases))
 
 
-# --- what is handed to Transformer Engine
+# --- arguments of Transformer Engine's functions
 
 
 def fused_kernel(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, interleaved: bool, **ranks: int
 ) -> Tensor:
-    """As Transformer Engine's: each document begins with the first frequency."""
+    """Stand-in for Transformer Engine's kernel of rotary positions, in which each document begins
+    with the first frequency."""
     parts = [
         rope_utils._apply_rotary_pos_emb_bshd(
             part.unsqueeze(1), freqs[: len(part)], rotary_interleaved=interleaved
@@ -273,7 +279,8 @@ def fused_positions(rank: int) -> None:
 
 
 def test_the_fused_kernel_of_positions_sees_one_document() -> None:
-    """The fused kernel of rotary positions can begin at the first position only."""
+    """For a slice of a pack the fused kernel of rotary positions is called with one document at a
+    time, because the kernel begins at the first position only."""
     with (
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb", object()),
         mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_kernel),
@@ -283,7 +290,8 @@ def test_the_fused_kernel_of_positions_sees_one_document() -> None:
 
 
 def given_to_kernel(documents: Documents, span: Span) -> tuple[Tensor, str, PackedSeqParams]:
-    """Keys, mask and parameters that Transformer Engine's attention gets for a slice."""
+    """Return the keys, the mask and the parameters that Transformer Engine's attention gets for a
+    slice."""
     given: list[Any] = []
 
     def kernel(
@@ -317,9 +325,9 @@ def given_to_kernel(documents: Documents, span: Span) -> tuple[Tensor, str, Pack
 
 
 def test_transformer_engines_attention_gets_the_first_document_from_its_begin() -> None:
-    """Transformer Engine's attention gets the first document from its beginning, since masks are
-    aligned to the bottom right if there are fewer queries than keys."""
-    first, second, third, _ = spans(UNEVEN)  # 0 to 7, 12, 15, 16
+    """Transformer Engine's attention gets the keys of a slice's first document from that document's
+    beginning, with masks aligned to the bottom right, because there are fewer queries than keys."""
+    first, second, third, _ = spans(UNEVEN)  # slices end at 7, 12, 15 and 16
     documents = Documents((3, 6, 2, 5))
     keys, mask, params = given_to_kernel(documents, first)
     assert (keys.flatten().tolist(), mask) == ([*range(7)], "causal")
@@ -332,16 +340,16 @@ def test_transformer_engines_attention_gets_the_first_document_from_its_begin() 
     assert params.cu_seqlens_q_padded is params.cu_seqlens_kv_padded is None
     keys, mask, params = given_to_kernel(
         Documents((3, 9, 4)), third
-    )  # begins where a document does
+    )  # this slice begins where a document begins
     assert (keys.flatten().tolist(), mask) == ([12, 13, 14], "causal")
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3]
 
 
 def test_transformer_engine_is_told_of_padding_between_documents() -> None:
-    """Transformer Engine is told of padding between documents. Padding at the start of a slice
-    belongs to no document that the slice attends to."""
+    """Transformer Engine's attention is told of padding between documents. Padding at the start of
+    a slice belongs to no document of that slice."""
     _, second, third, _ = spans(UNEVEN)
-    documents = Documents((3, 2, 2), (2, 6, 1))  # borders at 5, 13, 16
+    documents = Documents((3, 2, 2), (2, 6, 1))  # documents with their padding end at 5, 13 and 16
     keys, mask, params = given_to_kernel(documents, second)
     assert (keys.flatten().tolist(), mask) == ([*range(7, 12)], "causal")
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 0]
@@ -351,7 +359,7 @@ def test_transformer_engine_is_told_of_padding_between_documents() -> None:
     assert params.cu_seqlens_q_padded.tolist() == [0, 1, 3]
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(

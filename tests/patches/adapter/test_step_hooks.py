@@ -1,4 +1,5 @@
-"""Hooks of features: one feature gives a part of a step, and each answers whether it is on."""
+"""Tests of features' hooks in a step: a part of a step comes from one feature, and each feature
+tells whether it is on."""
 
 import weakref
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ def test_two_features_that_give_the_same_part_are_named() -> None:
         one_of([_First(), _Second()], lambda feature: feature.context)
 
 
-# What turns each feature on, and nothing else that has hooks.
+# By feature: settings that switch on its hooks, and those of no other feature.
 SETTINGS: dict[str, dict[str, str | bool]] = {
     "PostValidationHooks": {"post_validation": True},
     "SlicesHooks": {"slices": "2"},
@@ -71,8 +72,8 @@ def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
 def test_a_feature_is_asked_about_arguments_and_programs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A feature checks arguments and programs in three functions, which a launch, doctor and plan
-    call."""
+    """A feature's three functions that complete and check arguments and programs are called by the
+    launch, `doctor` and `plan`."""
     called = []
 
     def noting(hook: str) -> Any:
@@ -110,8 +111,8 @@ def test_hooks_override_what_the_base_declares(feature: type[TrainingHooks]) -> 
 
 
 def test_a_training_that_has_ended_holds_nothing_of_its_features() -> None:
-    """A training that has ended keeps nothing of its features. Host buffers and collectives lived
-    on in the hooks until another training began."""
+    """A training that has ended keeps no references to its features. Host buffers and collectives
+    stayed alive in the hooks until the next training began."""
     training = PipelineTraining(PipelineConfig(schedule="1f1b"))
     hooks = TrainingHooks(PipelineConfig(schedule="1f1b"), training._programs)
     training._hooks[TrainingHooks] = hooks

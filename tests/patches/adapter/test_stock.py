@@ -1,4 +1,5 @@
-"""Megatron's own pipeline functions, watched: what is stood for, and what is said of a pass."""
+"""Tests of watching Megatron's own pipeline functions: which names are replaced, and what is
+recorded of a pass."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_a_backward_pass_is_that_of_its_output() -> None:
         for microbatch, output in enumerate(outputs):
             watched_forward(forward, output=output, vp_stage=1, current_microbatch=microbatch)
         watched_backward(backward, None, outputs[1], None, None)
-        watched_backward(backward, None, [object()], None, None)  # of no pass that was seen
+        # a backward pass whose forward pass was not seen
+        watched_backward(backward, None, [object()], None, None)
         with pytest.raises(RuntimeError) as caught:
             watched_backward(backward, None, outputs[0], None, "broken")
     watched_forward(forward, output=outputs[0])

@@ -1,4 +1,5 @@
-"""The iterations after which a step is validated before the next one begins."""
+"""Tests of the commit points of post-validation: iterations after which a step is validated before
+the next one begins."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.helpers.megatron_runs import model_flags
 
 
 def settings(**overrides: Any) -> SimpleNamespace:
-    """Megatron's defaults, but for an interval of the log that never comes."""
+    """Return Megatron's defaults, except for a log interval that is never reached."""
     none = dict.fromkeys(INTERVALS)
     others: dict[str, Any] = {
         "adlr_autoresume": False,
@@ -57,8 +58,8 @@ def test_single_iterations() -> None:
 
 
 def test_megatron_has_all_these_settings() -> None:
-    """Each commit point names a setting that this Megatron has. A name from another release would
-    be a point that is never reached."""
+    """Each setting that can make an iteration a commit point (of post-validation) exists in this
+    Megatron. A name from another release would make a point that is never reached."""
     from megatron_ext.launch.command import megatron_arguments
 
     line = megatron_arguments.parse_arguments(model_flags())
@@ -66,8 +67,8 @@ def test_megatron_has_all_these_settings() -> None:
 
 
 def test_the_batch_size_changes_after_a_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch size changes after a commit point: Megatron saves a checkpoint at the change, and
-    the log gives the batch size at that time."""
+    """An iteration after which the batch size changes is a commit point (of post-validation):
+    Megatron saves a checkpoint at the change, and the log prints the batch size of that moment."""
     calculator = microbatches.StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, "0:4 12:8")
     calculator.update(0, consistency_check=False)
     monkeypatch.setattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)

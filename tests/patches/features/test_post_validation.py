@@ -1,6 +1,7 @@
-"""Steps that are taken before they are validated, through Megatron's own functions of the loop.
+"""Tests of steps that are taken before they are validated, through Megatron's own functions of its
+loop.
 
-No process group exists here, so whatever would wait for other ranks fails.
+No process group exists here, so any wait for other ranks would fail.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ INF = PartialState(squared_norm=0.0, found_inf=True)
 
 
 class Optimizer:
-    """Megatron's, as far as the loop knows it."""
+    """Stand-in for Megatron's optimizer, with the attributes that its loop reads."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(clip_grad=1.0)
@@ -54,7 +55,8 @@ class Optimizer:
 
 
 class Speculative:
-    """Notes what it is told to do; on two ranks, of which this is the first."""
+    """Stand-in for the optimizer of speculative steps that records its calls. It is the first of
+    two ranks."""
 
     snapshot = "nothing"
 
@@ -86,7 +88,7 @@ class Speculative:
 
 
 class Messages:
-    """Between two ranks."""
+    """Stand-in for the messages of a rank that has a neighbour on both sides."""
 
     is_first = False
     is_last = False
@@ -106,7 +108,7 @@ class Messages:
 
 
 class Loop:
-    """The calls of `train`, in its order, with its arguments."""
+    """Calls of Megatron's function `train`, in its order and with its arguments."""
 
     def __init__(self) -> None:
         self.optimizer = Optimizer()
@@ -121,7 +123,7 @@ class Loop:
         post_validation.connect(self.messages, lambda optimizer: self.speculative)  # type: ignore[arg-type, return-value]
 
     def step(self) -> tuple[bool, float | None]:
-        """An iteration; what the loop takes the step for."""
+        """Run an iteration, and return the success and the norm that the loop gets for its step."""
         global_vars._GLOBAL_ARGS.curr_iteration = self.iteration
         success, norm, _ = post_validation.optimizer_step(lambda _: self.stock, self.optimizer)
         if post_validation.is_pending:
@@ -152,7 +154,8 @@ class Loop:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    """The patches are in force, an iteration of ten settles, and two quiet steps have armed."""
+    """Yield a loop with the patches applied, in which every tenth iteration commits before it ends.
+    Two good steps have already switched post-validation on."""
     args = SimpleNamespace(async_save=True, log_interval=10, train_iters=1000)
     for name in commit_points.INTERVALS[1:]:
         setattr(args, name, None)
@@ -334,7 +337,7 @@ def test_a_save_settles_and_fails_before_it_writes(loop: Loop) -> None:
     loop.speculative.redone = RuntimeError("a link is down")
     for save in (save_checkpoint, training.save_checkpoint_and_time):
         with pytest.raises(RuntimeError, match=r"a link is down|iteration 3 has failed halfway"):
-            save()  # nothing is asked of its arguments
+            save()  # none of the arguments is read
     with pytest.raises(RuntimeError, match="iteration 3 has failed halfway"):
         training.save_checkpoint()
     assert len(loop.logged) == 2
@@ -372,7 +375,8 @@ def test_nobody_is_asked_while_a_verdict_is_pending(
 
 
 def test_without_megatrons_loop_every_step_is_stocks(loop: Loop) -> None:
-    """Without Megatron's loop no code commits or rolls back a step before weights are read."""
+    """Without Megatron's loop every optimizer step is stock's, because no code would commit or roll
+    back a step before weights are read."""
     step: Callable[[Any], StepResult] = lambda optimizer: loop.stock  # noqa: E731
     for _ in range(4):
         assert post_validation.optimizer_step(step, loop.optimizer) == loop.stock

@@ -1,5 +1,7 @@
-"""A GPTModel run on rows in which answers share their prompts: losses and gradients are those of
-the sequences one by one, in Megatron's own unpatched model."""
+"""Tests of a GPTModel on rows in which answers share their prompts.
+
+Losses and gradients are those of the separate sequences in Megatron's own unpatched model.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ EXACT = PipelineConfig.parse(shared_prompts="exact")
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Sequences of a microbatch: tokens of each, and of its prompt, and its group."""
+    """Sequences of a microbatch: the numbers of tokens of each and of its prompt, and the group
+    with the same prompt."""
 
     lengths: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -62,7 +65,8 @@ class Microbatch:
 
     @property
     def ids(self) -> list[tuple[int, ...]]:
-        """Names of the tokens of the sequences; those within a prompt are the group's."""
+        """Return a name for each token of the sequences. Tokens of a prompt have the same name in
+        its whole group."""
         return [
             (group, -1, place) if place < prompt else (group, number, place)
             for number, (length, prompt, group) in enumerate(
@@ -72,8 +76,9 @@ class Microbatch:
         ]
 
 
-# Two answers, one that ends with its prompt, a prompt of one token, a sequence on its own, and
-# sequences of a group that are not next to one another; rows of 8, of 16 with padding, and so on.
+# The cases have two answers, an answer that ends with its prompt, a prompt of one token, a single
+# sequence, and sequences of a group that are not next to each other; rows are padded to multiples
+# of 8, 16 and so on.
 MICROBATCHES = {
     "two answers": Microbatch((5, 7), (4, 4), (0, 0)),
     "several groups, in any order": Microbatch((6, 9, 4, 8, 5), (4, 2, 4, 2, 3), (7, 3, 7, 3, 9)),
@@ -109,11 +114,12 @@ def test_each_token_attends_to_its_sequence_up_to_itself() -> None:
                 assert [ids[row.sources[t]] for t in seen[here]] == expected, batch
                 assert row.positions[here] == place
             begin += length
-        assert row.longest >= max(batch.lengths)  # padding may be longer
+        assert row.longest >= max(batch.lengths)  # padding may be longer than a sequence
 
 
 def test_a_prompt_but_its_last_token_comes_once() -> None:
-    """The last token of a prompt has another label in each sequence."""
+    """A row contains the prompt of several answers once, without its last token. The last token
+    comes with each answer, because its label differs."""
     row = shared_row([12, 10, 11], [8, 8, 8], ["a", "a", "a"])
     assert len(row.sources) == 7 + 5 + 3 + 4
     assert [(s.begin, s.end, s.parent) for s in row.segments] == [
@@ -127,8 +133,8 @@ def test_a_prompt_but_its_last_token_comes_once() -> None:
 
 
 def test_padding_is_no_longer_than_a_sequence() -> None:
-    """Rows that were padded to one length had positions of up to the whole padding, beyond those
-    that a model with learned positions has."""
+    """Padding is cut into pieces no longer than a sequence. Rows that were padded to one length had
+    positions up to the whole padding, beyond those of a model with learned positions."""
     row = shared_row([10, 8], [4, 4], ["a", "a"], 64)
     assert len(row.sources) == 64 and row.longest == 10 and max(row.positions) == 9
     with pytest.raises(ValueError, match="multiple is 0: give a number of at least 1"):
@@ -136,8 +142,8 @@ def test_padding_is_no_longer_than_a_sequence() -> None:
 
 
 def test_groups_may_be_a_tensor() -> None:
-    """Elements of a tensor are equal to none but themselves in a dictionary, so nothing was
-    shared."""
+    """Groups may be given as a tensor. As dictionary keys, elements of a tensor equal only
+    themselves, so no prompt was shared."""
     numbers = [torch.tensor(figures) for figures in ([12, 10, 11], [8, 8, 8], [5, 5, 5])]
     given: Any = SharedPromptBatch
     batch = given(*numbers, 1, torch.device("cpu"))
@@ -146,7 +152,7 @@ def test_groups_may_be_a_tensor() -> None:
         given(*(number.to("meta") for number in numbers), 1, torch.device("cpu"))
 
 
-# --- models
+# --- whole models
 
 MLA = MLATransformerConfig
 UNBALANCED = ROUTED | {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}
@@ -178,13 +184,15 @@ AT_NIGHT = {
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """In a process with groups: the model takes rows with shared prompts."""
+    """Patch Megatron so that the model accepts rows with shared prompts. The process must have
+    groups."""
     with apply(wanted_patches(EXACT)):
         yield
 
 
 def sequences(batch: Microbatch, seed: int) -> dict[str, list[Tensor]]:
-    """Tokens and labels of each sequence; the label is the next token, and any behind the last."""
+    """Return tokens and labels of each sequence. A label is the next token; the last label is
+    arbitrary."""
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[tuple[int, ...], int] = {}
     for token in batch.ids:
@@ -228,7 +236,8 @@ def compare(case: Case) -> None:
     model = build(case)
     for number, (name, batch) in enumerate(MICROBATCHES.items()):
         given = sequences(batch, number)
-        dy = list(torch.rand(sum(batch.lengths)).split(batch.lengths))  # of prompts too
+        # a weight for each loss, of prompts too
+        dy = list(torch.rand(sum(batch.lengths)).split(batch.lengths))
         model.zero_grad()
         expected_losses = run_apart(model, given, dy)
         expected = {name: p.grad for name, p in model.named_parameters()}
@@ -260,11 +269,12 @@ def test_losses_and_gradients_are_those_of_sequences_apart() -> None:
         values(run_ranks(1, all_cases))
 
 
-# --- attention
+# --- attention over shared prompts
 
 
 class Kernel(torch.autograd.Function):
-    """Attention of segments that saves its arguments alone, as flash attention does."""
+    """Attention of segments that saves only its arguments for the backward pass, as flash attention
+    does."""
 
     @staticmethod
     def forward(
@@ -283,7 +293,8 @@ class Kernel(torch.autograd.Function):
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, ends: list[tuple[int, int]]) -> Tensor:
-    """Attention of [tokens, channels], of so many queries and keys in each segment."""
+    """Return the attention of [tokens, channels]; ``ends`` has the numbers of queries and keys of
+    each segment."""
     queries, keys = ([*column] for column in zip(*ends, strict=True))
     parts = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
@@ -294,8 +305,8 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, ends: list[tuple[int, 
 
 @pytest.mark.parametrize("prefix", [3, 300])
 def test_autograd_saves_no_copy_of_a_prefix(prefix: int) -> None:
-    """Keys and values of four answers would be four times those of their prefix. With keys that
-    were saved as they are, this held 8 copies of the prefix."""
+    """Autograd saves no copy of a shared prefix for each answer. Saved as they are, the keys and
+    values of four answers would be 8 copies of the prefix."""
     row = shared_row([prefix + 3] * 4, [prefix + 1] * 4, [0] * 4)
     attended = tokens_attended_to(row, torch.device("cpu"))
     torch.manual_seed(0)
@@ -324,7 +335,8 @@ def test_autograd_saves_no_copy_of_a_prefix(prefix: int) -> None:
 
 
 def test_gradients_of_a_prefix_are_summed_in_fp32() -> None:
-    """In bf16 the hundredth answer would add nothing to 256 equal ones."""
+    """Gradients of a shared prefix are summed over the answers in fp32. In bf16 a single answer
+    would add nothing to the sum of 256 equal ones."""
     answers = 300
     row = shared_row([3] * answers, [2] * answers, [0] * answers)
     attended = tokens_attended_to(row, torch.device("cpu"))
@@ -363,7 +375,7 @@ def test_transformer_engine_gets_each_answer_behind_its_prompt() -> None:
         )
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -384,11 +396,13 @@ def test_sequences_that_are_refused(
 
 
 def test_prompts_that_differ_are_refused() -> None:
-    """They would train with another's prompt in silence."""
+    """Sequences of one group whose prompts differ are refused. They would train with another
+    sequence's prompt without a message."""
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
     shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5]]))
-    shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 9, 5]]))  # the last token is each sequence's own
+    # the last token of a prompt belongs to each sequence
+    shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 9, 5]]))
     with pytest.raises(ValueError, match="prompts that differ: give sequences with different"):
         shared.once(torch.tensor([[1, 2, 3, 4, 1, 9, 3, 5]]))
     with pytest.raises(
@@ -400,13 +414,15 @@ def test_prompts_that_differ_are_refused() -> None:
 
 
 def test_a_description_without_the_setting_is_refused() -> None:
-    """Megatron's own attention would take answers for documents without a prompt."""
+    """Describing shared prompts without MEGATRON_EXT_SHARED_PROMPTS is refused. Megatron's own
+    attention would treat answers as documents without a prompt."""
     with pytest.raises(ValueError, match="MEGATRON_EXT_SHARED_PROMPTS=exact"):
         megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
 
 
 def test_a_model_that_does_not_know_the_setting_fails() -> None:
-    """The model's call is another than GPTModel's: its layers find no ends of documents."""
+    """The description of shared prompts has no ends of documents, so a model other than GPTModel,
+    which our patches do not know, fails in its layers and does not train on wrong numbers."""
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
     params = shared.packed_seq_params
@@ -462,7 +478,7 @@ def test_models_with_other_attention_and_passes_in_pairs_are_refused() -> None:
     def on_rank(rank: int) -> None:
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(0)
-        model = build(Case())  # with Megatron's own attention
+        model = build(Case())  # the model has Megatron's own attention
         with patched():
             shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
             tokens = torch.zeros(1, 5, dtype=torch.long)

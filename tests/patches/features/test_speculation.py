@@ -1,7 +1,8 @@
-"""Steps of Megatron's optimizers in pieces, compared with a twin that takes stock's steps.
+"""Tests of speculative optimizer steps, in pieces that can be rolled back, compared with a twin
+that takes stock's steps.
 
-Apex's and Transformer Engine's FusedAdam need a GPU. A stand-in keeps its states as theirs do: the
-count of steps in the group, an int that is exchanged, and moments that are written in place.
+The FusedAdam of Apex and Transformer Engine needs a GPU. A stand-in stores its state as they do:
+the count of steps in the group, as an int that is replaced, and moments that are changed in place.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from megatron_ext.patches.megatron.core.optimizer.optimizer.steps import optimiz
 from tests.helpers.combinations import each_once
 from tests.helpers.ranks import run_ranks, values
 
-importlib.import_module("megatron.training.initialize")  # each rank would, as the platform does
+# imported once here, or each rank would import it
+importlib.import_module("megatron.training.initialize")
 
 RANKS = 2
 SEQUENCE, BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
@@ -52,13 +54,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """How two ranks share a model, and what steps it."""
+    """Two ranks that share a model, and the optimizer that steps it."""
 
     dtype: str
-    ranks: str  # tensor, data, pipeline or expert
+    ranks: str  # parallelism of the two ranks: tensor, data, pipeline or expert
     distributed: bool = False
     overlap: bool = False
-    steps_by: str = "adam"  # torch's; or fused, or sgd
+    steps_by: str = "adam"  # optimizer: torch's Adam, fused, or sgd
     chained: bool = True
 
     def __str__(self) -> str:
@@ -88,14 +90,14 @@ IN_FP16 = [
     Case("fp16", "data", distributed=True, steps_by="fused"),
 ]
 CASES = [
-    *IN_FP16,  # which has all that the others have, and a loss scale
+    *IN_FP16,  # fp16 has everything that the other types have, and a loss scale
     *(replace(case, dtype=dtype) for case, dtype in each_once(IN_FP16, ["fp32", "bf16"])),
     Case("bf16", "tensor", steps_by="sgd"),
 ]
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """A stand-in for Apex's and Transformer Engine's."""
+    """Stand-in for the FusedAdam of Apex and of Transformer Engine."""
 
     def __init__(self, params: Any, capturable: bool, adam_w_mode: bool, **named: Any) -> None:
         assert adam_w_mode and not capturable
@@ -122,7 +124,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Event:
-    """A step: what it meets, and what the rank does before it knows."""
+    """Conditions of a step (thresholds, spoilt gradients), and whether the rank takes it before the
+    verdict."""
 
     clip: float = 1e6
     skip: float = math.inf
@@ -139,7 +142,7 @@ QUIET, CLIP = Event(), Event(clip=1e-3)
 EVENTS = {
     "fp32": (CLIP, QUIET, QUIET, Event(clip=1e-3, steps=False), QUIET),
     "bf16": (CLIP, QUIET, QUIET, Event(clip=1e-3, steps=False), QUIET),
-    # Twice two good steps: the scale grows; infinities: it falls with the second.
+    # Two good steps occur twice, so the loss scale grows; at the second infinity it falls.
     "fp16": (
         *(Event(spoilt_by=math.inf), CLIP, QUIET, Event(spoilt_by=math.inf, steps=False)),
         *(Event(spoilt_by=math.nan), QUIET, QUIET, Event(clip=1e-3, steps=False), CLIP, QUIET),
@@ -148,7 +151,7 @@ EVENTS = {
 
 
 class Training:
-    """A model on two ranks, its optimizer, and a learning rate that falls with every step."""
+    """Model on two ranks, its optimizer, and a learning rate that falls with every step."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(1)
@@ -180,7 +183,7 @@ class Training:
             max_sequence_length=SEQUENCE,
             pre_process=self.first,
             post_process=self.last,
-            # Tied: in a pipeline the last rank's copy does not count in the norm.
+            # With tied embeddings in a pipeline, the last rank's copy does not count in the norm.
             share_embeddings_and_output_weights=True,
         )
         self.gpt = gpt
@@ -230,7 +233,7 @@ class Training:
         return output.float().square().mean()
 
     def passes(self, seed: int, event: Event) -> float:
-        """Forward and backward on another batch each time; the loss."""
+        """Run the forward and backward pass on a batch drawn from ``seed``, and return the loss."""
         loss = self.forward(seed)
         on_last = dist.get_rank() == RANKS - 1
         spoilt = event.spoilt_by if on_last else 1.0
@@ -253,8 +256,8 @@ class Training:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def begin_next_step(self, seed: int) -> None:
-        """The first passes of another step, as far as they go before the verdict: amid a forward,
-        so that where hooks gather parameters some are under way."""
+        """Run the first passes of the next step, as far as they come before the verdict: into a
+        forward pass, so that hooks have started some parameter gathers."""
         with torch.no_grad():
             if seed % 2:
                 self.forward(seed)
@@ -266,7 +269,8 @@ class Training:
             assert seed % 2 or any(group.param_gather_handle is not None for group in groups)
 
     def everything(self) -> dict[str, Any]:
-        """Return all that a step may change: tensors as their bytes, values as they are."""
+        """Return everything that a step may change: tensors as their bytes, other values as they
+        are."""
         with self._gathered():
             entries: dict[str, Any] = dict(self.model.named_parameters())
         for p, part in enumerate(self.parts):
@@ -284,7 +288,8 @@ class Training:
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Let hooks gather parameters afterwards as if they had not been gathered to look at."""
+        """Gather parameters to look at them, and then let hooks gather them as if nothing had
+        happened."""
         groups = [*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups]
         dispatched = [group.param_gather_dispatched for group in groups]
         if self.model.ddp_config.overlap_param_gather:
@@ -310,7 +315,7 @@ def differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def platform(case: Case) -> Iterator[None]:
-    torch.compiler.set_stance("force_eager")  # half of a rank's time would go into compiling
+    torch.compiler.set_stance("force_eager")  # compiling would take half of a rank's time
     with apply(cpu.patches()):
         case.initialize()
         if case.steps_by == "fused":
@@ -320,7 +325,7 @@ def platform(case: Case) -> Iterator[None]:
 
 
 def whole(case: Case, partial: PartialState) -> PartialState:
-    """The state of all ranks of a pipeline."""
+    """Return the partial state summed over all ranks of a pipeline."""
     if case.ranks != "pipeline":
         return partial
     states: list[Any] = [None] * RANKS
@@ -334,7 +339,7 @@ def events_of(case: Case) -> tuple[Event, ...]:
         events = (*events[:-1], Event(skip=1e-4), events[-1])
     if case.dtype != "fp16":
         return (*events, Event(spoilt_by=math.inf), Event(spoilt_by=math.nan))
-    if case.ranks == "expert":  # they have a loss scaler of their own
+    if case.ranks == "expert":  # experts have a loss scaler of their own
         return (*events, *[Event(spoils_experts=True)] * 3, QUIET)
     return events
 
@@ -368,7 +373,8 @@ def beside_a_twin(case: Case) -> None:
                 result = speculative.redo(state.found_inf)
                 ours.schedule(result[0])
             stock.schedule(expected[0])
-            assert str(result) == str(expected), event  # NaNs differ from themselves
+            # as text, because NaNs differ from themselves
+            assert str(result) == str(expected), event
             names = differing(ours.everything(), stock.everything())
             assert not names, (event, names[:5])
             assert bool(expected[0]) <= bool(differing(ours.everything(), before))
@@ -381,15 +387,14 @@ def beside_a_twin(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_in_pieces_is_stocks(case: Case) -> None:
-    """A speculative step that is computed in pieces equals stock's, in quiet steps and with a clip,
-    a skip, infinities and NaNs: the step is rolled back and redone, or not taken before the
-    verdict."""
+    """A speculative step in pieces equals stock's in good steps, and with a clip, a skip,
+    infinities and NaNs. The step is rolled back and repeated, or not taken before the verdict."""
     values(run_ranks(RANKS, lambda rank: beside_a_twin(case)))
 
 
 def test_a_norm_that_stays_on_the_device_is_clipped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm that stays on the device clips alike. With Transformer Engine the norm and the
-    coefficient are tensors, and every gradient is scaled."""
+    """A speculative step clips by a norm that stays on the device as stock does. With Transformer
+    Engine the norm and the coefficient are tensors, and every gradient is scaled."""
 
     def scale(chunk: int, overflow: torch.Tensor, lists: Any, coefficient: torch.Tensor) -> None:
         for source, to in zip(*lists, strict=True):
@@ -421,7 +426,7 @@ def test_near_a_threshold_stocks_own_sums_decide() -> None:
 
 
 class Recorded:
-    """A `PostValidation` that records the calls to it, and never commits by itself."""
+    """Stand-in for `PostValidation` that records its calls and never commits by itself."""
 
     def __init__(self) -> None:
         self.is_pending = False
@@ -456,13 +461,15 @@ def patched(case: Case) -> None:
         recorded.is_pending = True
         held = [gradient.clone() for gradient in gradients]
         training.zero()
-        assert len(recorded.actions) == 2  # the chain's zero_grad is one
+        # the zero_grad of the chained optimizer is one of the two
+        assert len(recorded.actions) == 2
         training.begin_next_step(1)
         gathered = [group.param_gather_dispatched for group in groups]
         assert all(map(torch.equal, held, gradients)) and held[0].any()
 
         assert speculative.redo(found_inf=False)[0] and recorded.steps == 2
-        with training.model.no_sync():  # settled amid the next step
+        # the step before is committed in the middle of the next step
+        with training.model.no_sync():
             for group, was_gathered in zip(groups, gathered, strict=True):
                 group.param_gather_dispatched = was_gathered
             for action in recorded.actions:
@@ -515,8 +522,8 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
 
 
 def test_refused_settings_are_megatrons() -> None:
-    """The settings that post-validation refuses are arguments of Megatron's. A misspelt name would
-    never be found, and its setting would be accepted."""
+    """The settings that post-validation refuses are arguments of this Megatron. A refusal with a
+    misspelt name would never apply, and the setting would be accepted."""
     arguments = importlib.import_module("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
     derived = {"use_layer_wise_distributed_optimizer", "gtp_weight_remat_size"}

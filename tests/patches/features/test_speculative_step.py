@@ -1,4 +1,4 @@
-"""Random states, which a restarted step restores."""
+"""Tests of the random states that a restarted step restores."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ NAME = "model-parallel-rng"
 
 
 def draw_from_states(tracker: CudaRNGStatesTracker) -> torch.Tensor:
-    """Draw as under Megatron's tracker: a state is a tensor, exchanged after each draw."""
+    """Draw as under Megatron's random tracker: a state is a tensor, which is replaced after each
+    draw."""
     with tracker.fork(NAME):
         return torch.rand(4)
 
 
 def draw_from_generators(tracker: CudaRNGStatesTracker) -> torch.Tensor:
-    """As with --te-rng-tracker: a state is a generator, which goes on by itself."""
+    """Draw as with --te-rng-tracker: a state is a generator, which draws by itself."""
     return torch.rand(4, generator=tracker.states_[NAME])
 
 
@@ -49,8 +50,9 @@ def generator() -> torch.Generator:
 def test_what_was_drawn_is_drawn_again(
     made: Callable[[], object], draw: Callable[[CudaRNGStatesTracker], torch.Tensor]
 ) -> None:
-    """A restarted step draws the same random numbers. With --te-rng-tracker the generators
-    themselves were saved, so a restarted step had another dropout."""
+    """A restarted step draws the same random numbers as its first start. With --te-rng-tracker
+    the generators themselves were saved and not their states, so a restarted step had another
+    dropout."""
 
     def run(rank: int) -> None:
         apply(cpu.patches())
@@ -64,7 +66,7 @@ def test_what_was_drawn_is_drawn_again(
         draw_all()
         states = _random_states()
         drawn = [draw_all(), draw_all()]
-        for _ in range(2):  # what is put back stays what it was
+        for _ in range(2):  # restoring twice has the same result
             _restore(states)
             assert [draw_all(), draw_all()] == drawn
 

@@ -1,4 +1,5 @@
-"""`megatron-ext plan --any-sizes -- COMMAND`: other parallel sizes for a launch command."""
+"""Tests of `megatron-ext plan --any-sizes -- COMMAND`, which compares other parallel sizes for a
+launch command."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def recommended(made: SizesPlan) -> Launch:
 
 
 def sizes_of(launch: Launch) -> tuple[Sizes, int]:
-    """The sizes and the microbatches of a launch, by Megatron's own validation."""
+    """Return the parallel sizes and the number of microbatches of a launch, by Megatron's own
+    validation."""
     config = from_argv(launch.arguments)
     args = megatron_arguments.parse_arguments(launch.arguments).args
     with megatron_arguments.on_gpus(args):
@@ -104,7 +106,7 @@ def sizes_of(launch: Launch) -> tuple[Sizes, int]:
     return any_sizes._sizes_of(args), count_microbatches(args)
 
 
-# Reductions that overlap, and take longer than the passes beside them.
+# Flags of a launch whose gradient reductions overlap with passes and take longer than these passes.
 OVERLAPPED: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "num_layers": 2,
@@ -119,7 +121,7 @@ OVERLAPPED: dict[str, Any] = {
 
 
 def now_of(request: LaunchRequest) -> Alternative:
-    """Return the judgement of plan on the launch as it stands."""
+    """Return the estimate of `plan` for the launch as it is given."""
 
     def now(parsed: ParsedLaunch) -> Alternative | None:
         return launch_job.launch_job_of(request, parsed).baseline(Plan((), {}))
@@ -144,8 +146,8 @@ def now_of(request: LaunchRequest) -> Alternative:
     ids=str,
 )
 def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
-    """The launch as it stands had another estimate with `--any-sizes` (14.46 s a step) than in its
-    plan (13.86 s). Both give one figure now."""
+    """`plan` gives the same step time for the given launch with and without `--any-sizes`. It once
+    estimated 14.46 s with the option and 13.86 s without it."""
 
     def of_sizes(parsed: ParsedLaunch) -> SizedStep | None:
         return SizedLaunch(parsed, sized_job_of(asked, parsed)).baseline()
@@ -173,8 +175,8 @@ def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS])
 def test_description_costs_what_megatrons_arguments_cost(more: dict[str, Any]) -> None:
-    """For all sizes that Megatron accepts, seconds and bytes estimated from the description equal
-    those of the validated launch."""
+    """`plan --any-sizes` estimates from a description of the model. For all sizes that Megatron
+    accepts, the seconds and bytes equal those estimated from the validated launch."""
 
     def compare(parsed: ParsedLaunch) -> int:
         job = sized_job_of(asked, parsed)
@@ -218,7 +220,7 @@ def test_what_is_printed() -> None:
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C prints the best answer so far. The plan runs in a process of its own, which is
+    """Ctrl-C prints the best sizes found so far. The plan runs in a separate process, which is
     interrupted after its first answer, when most candidates are still to be compared."""
     monkeypatch.setattr(search, "SIMULATED", 100)
     flags = {**FLAGS, "num_layers": 32, "hidden_size": 4096, "global_batch_size": 256}
@@ -262,8 +264,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_of_a_tie_the_checked_one_is_taken(
     longer: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--any-sizes` recommended context parallelism for a gain of 0.5 %, which is less than an
-    estimate can tell."""
+    """`--any-sizes` keeps the kind of parallelism that measurements have checked if another gains
+    less than an estimate can tell. It recommended context parallelism for a gain of 0.5 %."""
 
     def judged(made: Judgement, write: Callable[[], Written]) -> Alternative:
         one = alternative_of(made.args, made.candidate(), write)
@@ -288,8 +290,9 @@ def test_of_a_tie_the_checked_one_is_taken(
 
 
 def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS. A launch with neither does
-    not set the variable, so all sizes with either were refused."""
+    """`--any-sizes` proposes tensor or context parallelism for a launch without either, and remarks
+    that they require CUDA_DEVICE_MAX_CONNECTIONS. Such a launch does not set that variable, so all
+    these sizes were refused."""
     monkeypatch.delenv(megatron_arguments.CONNECTIONS, raising=False)
     asked = request(tensor_model_parallel_size=1)
 
@@ -306,7 +309,8 @@ def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.Monk
 
 
 def test_layouts_of_the_launch_go() -> None:
-    """If a launch has a layout, other pipeline sizes get a new layout of its layers."""
+    """If a launch has a layout, `--any-sizes` writes a new layout of its layers for other pipeline
+    sizes."""
     made = plan_sizes(request(pipeline_model_parallel_layout="Et|tt|tt|tttL"))
     if made.best is not None and made.best.sizes.pipeline == 1:
         assert "--pipeline-model-parallel-layout" not in made.command

@@ -1,6 +1,7 @@
-"""Fields that `megatron_ext.bridge.use` sets in a Megatron-Bridge config, refuses and restores.
+"""Tests of the fields that `megatron_ext.bridge.use` sets, refuses and restores in a
+Megatron-Bridge config.
 
-tests/pipeline/callers/test_bridge.py trains with real ones.
+The config is a stand-in; tests/pipeline/callers/test_bridge.py trains with real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_ext.patches.engine import PatchError
 
 
 class Model(SimpleNamespace):
-    """Bridge's model provider: fields, and hooks to register."""
+    """Stand-in for Bridge's model provider: fields, and hooks that can be registered."""
 
     def register_pre_wrap_hook(self, hook: Any) -> None:
         self._pre_wrap_hooks = [*getattr(self, "_pre_wrap_hooks", []), hook]
@@ -101,8 +102,8 @@ def test_a_config_that_does_not_fit_is_refused_and_unchanged(
 
 
 def test_a_check_refuses_what_use_does_and_changes_nothing(installed: mock.Mock) -> None:
-    """A check of a Bridge config refuses what `use` would refuse, without changing the config. It
-    also refuses changes that a plan proposes."""
+    """`bridge.check` refuses a config with the words of `bridge.use`, without changing the config.
+    It also checks changes that a plan proposes."""
     given = config(pipeline_model_parallel_layout="Et|tL")
     before = copy.deepcopy(given)
     zb_v, zb_h1 = (PipelineConfig.parse(schedule=name) for name in ("zb-v", "zb-h1"))
@@ -129,15 +130,17 @@ def test_a_patch_that_does_not_fit_leaves_the_config_unchanged(installed: mock.M
 
 
 def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: mock.Mock) -> None:
-    """A second call of `use` registered the hook twice, and its handle removed the schedule while
-    the config still had the schedule's stages."""
+    """A second call of `bridge.use` with the same settings changes nothing, and undoing its handle
+    restores the config. The second call registered the hook twice, and its handle removed the
+    schedule while the config still had that schedule's stages."""
     given = config()
     before = copy.deepcopy(given)
     handle = bridge.use(given, schedule="zb-v")
     placed = copy.deepcopy(given)
     assert bridge.use(given, schedule="zb-v") is handle
     assert given == placed
-    given.model.virtual_pipeline_model_parallel_size = None  # changed since
+    # the caller has changed the config since
+    given.model.virtual_pipeline_model_parallel_size = None
     bridge.use(given, schedule="zb-v")
     assert given == placed
     handle.undo()
@@ -151,8 +154,8 @@ def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: m
 
 
 def test_a_second_call_with_other_settings_is_refused_and_changes_nothing() -> None:
-    """A second call with other settings is refused: the patches of the first schedule are in force,
-    so a training would run under the first."""
+    """A second call of `bridge.use` with another schedule is refused and changes nothing. The
+    patches of the first schedule are applied, so a training would run under the first one."""
     given = config()
     with bridge.use(given, schedule="zb-v"):
         placed = copy.deepcopy(given)

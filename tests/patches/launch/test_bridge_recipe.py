@@ -1,7 +1,8 @@
-"""Launches that a Megatron-Bridge recipe describes: `plan` and `doctor` of MODULE:FUNCTION.
+"""Tests of `plan` and `doctor` of MODULE:FUNCTION, a launch that a Megatron-Bridge recipe
+describes.
 
 The recipe is a stand-in with the fields of Bridge's config;
-tests/pipeline/callers/test_bridge.py reads Bridge's own.
+tests/pipeline/callers/test_bridge.py reads Bridge's own recipes.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def no_model():
     return config
 """
 
-# The same training, as a launch command of Megatron's has it.
+# The training of the recipe, as a launch command of Megatron's.
 COMMAND = f"""
 torchrun --nproc-per-node {RANKS} pretrain_gpt.py --num-layers 8 --hidden-size 1024
 --ffn-hidden-size 4096 --num-attention-heads 8 --group-query-attention --num-query-groups 2
@@ -179,7 +180,7 @@ torchrun --nproc-per-node {RANKS} pretrain_gpt.py --num-layers 8 --hidden-size 1
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of recipes in the working folder."""
+    """Write a module of recipes into the working directory, and yield its name."""
     (tmp_path / "stand_in_recipes.py").write_text(RECIPES)
     monkeypatch.chdir(tmp_path)
     yield "stand_in_recipes"
@@ -188,7 +189,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan compares few schedules; it searches for the best layout's alone."""
+    """Let a plan compare only four families, so that it takes little time."""
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
@@ -233,8 +234,8 @@ def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
 def test_a_config_that_is_nearly_right_is_refused(
     command: str, recipe: str, why: str, recipes: str
 ) -> None:
-    """Each of these Bridge configs, which are nearly right, ended in a traceback of ours, or was
-    accepted silently."""
+    """`plan` and `doctor` refuse a nearly right Bridge config in one line that names the recipe.
+    Each of these configs ended in a traceback of ours, or was accepted silently."""
     ran = run(command, f"{recipes}:{recipe}")
     assert ran.exit_code == 2, ran.output
     (line,) = ran.output.splitlines()
@@ -296,7 +297,7 @@ def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
     assert ran.exit_code == 0, ran.output
     assert "zb-v, 8 microbatches" in ran.output
     assert "datasets" not in ran.output
-    # The recipe has two stages a rank, which `use` takes away.
+    # The recipe has two stages a rank, which `use` removes for zb-h1.
     ran = run("doctor", *words, "--pipeline-schedule", "zb-h1")
     assert ran.exit_code == 0 and "zb-h1, 8 microbatches" in ran.output
     ran = run("doctor", *words, "--pipeline-shedule", "zb-v")
@@ -308,16 +309,17 @@ ARRANGED = ("--pipeline-schedule", "zb-v", "--pipeline-microbatch-order", "small
 
 
 def findings(*words: str) -> tuple[dict[str, str], float]:
-    """Return what doctor finds last of each subject, and the first rank's bytes of the model."""
+    """Return doctor's last finding on each subject, and the bytes of the model on the first
+    rank."""
     told = json.loads(run("doctor", "--json", "--world-size", str(RANKS), *words).output)
     found = {one["subject"]: f"{one['verdict']}: {one['text']}" for one in told["findings"]}
     return found, told["prediction"]["ranks"][0]["model_bytes"]
 
 
 def test_doctor_refuses_what_use_would(recipes: str) -> None:
-    """Doctor refuses what `use` would refuse. For orders of microbatches, which are not in the
-    Megatron arguments of a recipe, doctor once refused packs and accepted a recipe whose
-    microbatches cost the same."""
+    """`doctor` of a recipe refuses what `bridge.use` would refuse. An order of microbatches depends
+    on the recipe's dataset, which Megatron's arguments do not show: doctor refused a recipe of
+    packs, and accepted one whose microbatches cost the same."""
     found, _ = findings(f"{recipes}:small", *ARRANGED)
     with pytest.raises(ValueError) as refused:
         bridge.check(
@@ -331,8 +333,8 @@ def test_doctor_refuses_what_use_would(recipes: str) -> None:
 
 
 def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
-    """A plan orders the packs of a recipe by the rules of `use`. It once judged by Megatron's
-    arguments, which know nothing of packs."""
+    """`plan` of a recipe orders packed microbatches if `bridge.use` would. It decided by Megatron's
+    arguments, which do not tell that a recipe packs."""
     written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
 
     def refused(name: str) -> str | None:
@@ -347,8 +349,8 @@ def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
 def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
     recipes: str, few_schedules: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan of a recipe with adapters counts frozen weights and the encoder. It once planned the
-    recipe as a training of all weights."""
+    """`plan` and `doctor` of a recipe count frozen weights and an image encoder. A recipe with
+    adapters was planned as a training of all weights."""
     schedule = ("--pipeline-schedule", "zb-h1")
     (_, whole), (found, frozen), (_, seeing) = (
         findings(f"{recipes}:{name}", *schedule) for name in ("small", "adapters", "tower")

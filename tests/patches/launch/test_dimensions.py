@@ -1,5 +1,5 @@
-"""Dimensions of a model, read from Megatron's arguments and config, from which costs are
-estimated."""
+"""Tests of model dimensions that are read from Megatron's arguments and config, for cost
+estimates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 
 
 def key_value_width(**flags: object) -> int:
-    """Return the width of the keys of a model with four heads of width 8."""
+    """Return the width of the keys of a model with four attention heads of width 8."""
     args = megatron_arguments.parse_arguments(model_flags(num_attention_heads=4, **flags)).args
     config = TransformerConfig(
         num_layers=4,
@@ -45,9 +45,9 @@ def key_value_width(**flags: object) -> int:
 
 
 def test_each_head_has_keys_of_its_own_unless_they_are_grouped() -> None:
-    """Each attention head has its own keys and values unless heads are grouped. Without
-    --group-query-attention the parser still says one group, so the keys and values of all heads but
-    one were not counted."""
+    """Each attention head has its own keys and values unless --group-query-attention is set.
+    Without that flag Megatron's parser still says one group, so the estimate counted the keys and
+    values of one head only."""
     assert key_value_width() == 32
     assert key_value_width(**GROUPED) == 16
 
@@ -55,8 +55,9 @@ def test_each_head_has_keys_of_its_own_unless_they_are_grouped() -> None:
 def test_tensor_and_context_parallel_ranks_have_one_queue_wherever_they_are_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megatron demands the variable of them before Blackwell. It was 1 only where no GPU was
-    present, so that machines with and without one planned differently."""
+    """Estimates assume CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism on any
+    machine, because Megatron requires the variable for them before Blackwell. It was assumed only
+    on machines without a GPU, so two machines planned differently."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     args = megatron_arguments.parse_arguments(model_flags()).args
 
@@ -93,7 +94,8 @@ def test_a_frozen_language_model_has_no_weight_gradient_in_its_execution() -> No
 
 DELTA_NET: dict[str, object] = {
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,  # Megatron's count takes keys' heads to be as wide as values'
+    # Megatron's count assumes that heads of keys are as wide as those of values
+    "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 32,
@@ -116,16 +118,16 @@ HYBRID: dict[str, object] = {
 
 
 def counted(model: Model, run: Execution) -> float:
-    """Operations of a sample, in F, I and W."""
+    """Return the operations of a sample in F, I and W."""
     stage = Stage(model.layers, True, model.mtp_num_layers, True)
     return flops_of(model, stage, run)
 
 
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
-    """The estimate counts Megatron's operations for layers of hybrid models. The backward pass has
-    twice the operations of the forward pass. Megatron's count omits the router and Mamba's
-    convolution, less than 1 % of all."""
+    """The estimate has as many operations as Megatron's count for each layer type of hybrid models,
+    to 1 %. The backward pass has twice the operations of the forward pass. Megatron omits the
+    router and Mamba's convolution."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64
@@ -135,8 +137,8 @@ def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
 
 
 def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
-    """Context-parallel ranks share the operations of a sample, but each token attends to the whole
-    sample: on 8 ranks the estimate omitted seven eighths of attention's time."""
+    """Each of 8 context-parallel ranks has an eighth of a sample's operations, because its tokens
+    attend to the whole sample. The estimate had omitted seven eighths of attention's time."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID, context_parallel_size=8)).args
     args.hybrid_layer_pattern = "***"
     args.padded_vocab_size = 64
@@ -146,8 +148,9 @@ def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
 
 
 def test_attention_that_is_linear_but_in_every_fourth_layer() -> None:
-    """Attention is linear but in every fourth layer, as in Qwen3-Next: a stage with two layers of
-    full attention takes longer."""
+    """A model like Qwen3-Next has full attention in every fourth layer and linear attention in the
+    others, and the description tells these layers apart: a stage with two full layers takes
+    longer."""
     flags = {**HYBRID, "num_layers": 8, "linear_attention_freq": 4}
     args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     assert layers_of(args) == ("*E",) * 8
@@ -177,14 +180,14 @@ def of(**settings: Any) -> SimpleNamespace:
     ],
 )
 def test_what_each_layer_is(settings: dict[str, Any], layers: tuple[str, ...]) -> None:
-    """The type of each layer follows Megatron's frequencies: those of windows count from 1, those
-    of experts from 0."""
+    """The type of each layer follows Megatron's frequencies: those of attention windows count
+    layers from 1, those of experts from 0."""
     assert layers_of(of(**settings)) == layers
 
 
 def test_what_is_read_of_settings() -> None:
-    """The description reads settings under their other names, accepts absent settings, and names
-    parts of a model that it does not know."""
+    """The model description reads settings under their alternative names, accepts that settings are
+    absent, and names parts of a model that it does not know."""
     model = describe(of(num_moe_experts=8, ffn_hidden_size=96, gated_linear_unit=True))
     assert (model.num_experts, model.moe_ffn_hidden_size, model.num_query_groups) == (8, 96, 4)
     assert model.gated_linear_unit and not model.unknown
@@ -225,8 +228,9 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
 
 
 def test_a_stage_has_the_costs_of_its_own_layers() -> None:
-    """A stage has the costs of its own layers. The estimate counted each layer of experts as one
-    dense MLP, and the same cost on every stage."""
+    """Each stage has the costs of its own layers: two dense layers take more than twice as long as
+    two layers of experts here. The estimate had counted every layer of experts as a dense MLP, with
+    the same cost on every stage."""
     flags = {**HYBRID, "num_layers": 4, "tensor_model_parallel_size": 1}
     args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     args.moe_layer_freq = [0, 0, 1, 1]
@@ -235,11 +239,11 @@ def test_a_stage_has_the_costs_of_its_own_layers() -> None:
     assert dense > 2 * routed
 
 
-# ---- Operations model by model, against Megatron's own count
+# ---- operations of public models, compared with Megatron's own count
 
 TOKENS = 4096
-TOLD = 0.01  # of a count, from which on the page names a difference
-# What Megatron's count asks for, and a model may leave out.
+TOLD = 0.01  # share of a count, from which on the page names a difference
+# Settings that Megatron's count reads and that a model's description may lack.
 UNSET = {
     "moe_layer_freq": 1,
     "moe_router_topk": 0,
@@ -262,8 +266,7 @@ MODELS = read_models()
 
 
 def differences(model: Model) -> dict[str, float]:
-    """Return, by name, the operations of a token that our count has more than Megatron's, or has
-    differently."""
+    """Return, by name, the operations of a token by which our count differs from Megatron's."""
     hidden, depths = model.hidden_size, model.mtp_num_layers
     parts = "".join(model.layers) + depths * model.mtp_layer
     experts, latent = parts.count("E"), parts.count("*") * model.multi_latent_attention
@@ -292,7 +295,9 @@ def differences(model: Model) -> dict[str, float]:
         found["depths' MLPs, which are dense"] = (
             18 * hidden * depths * (model.ffn_hidden_size - active)
         )
-    if "G" in parts and depths:  # its pattern goes on over depths, the model's layer does not
+    # Megatron's count continues the pattern of layers over the prediction depths; the model's
+    # prediction layer does not
+    if "G" in parts and depths:
         one = Stage(("*",)), Stage(("G",))
         full, linear = (flops_of(model, stage, Execution(TOKENS)) / TOKENS for stage in one)
         found["a depth's attention, which is full"] = depths * (full - linear)
@@ -301,7 +306,7 @@ def differences(model: Model) -> dict[str, float]:
 
 @cache
 def compared(name: str) -> tuple[float, float, dict[str, float]]:
-    """Operations of a token by Megatron's count and by ours, and what is between them."""
+    """Return the operations of a token by Megatron's count, by ours, and the named differences."""
     settings = SimpleNamespace(**(UNSET | dict(MODELS[name]) | {"seq_length": TOKENS}))
     model = describe(settings)
     settings.mtp_num_layers = model.mtp_num_layers

@@ -1,6 +1,6 @@
-"""The outputs that stand in the documentation are those of their commands.
+"""Tests that the outputs in the documentation are those of their commands.
 
-docs/planning.md showed columns that `plan` had not printed for weeks.
+docs/planning.md had shown columns that `plan` had not printed for weeks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def module_cache(
 @pytest.mark.search
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.stem)
 def test_outputs_are_those_of_their_commands(page: Path) -> None:
-    """Outputs on pages are those of their commands. Slow commands run at night
-    (MEGATRON_EXT_NIGHTLY=1)."""
+    """The output blocks of a documentation page equal what their commands print. Slow commands run
+    at night (MEGATRON_EXT_NIGHTLY=1)."""
     text = page.read_text()
     assert write_outputs.with_outputs(text, quick=not IS_NIGHT) == text, (
         f"run scripts/write_outputs.py {page.relative_to(write_outputs.ROOT)}"
@@ -39,15 +39,16 @@ def test_outputs_are_those_of_their_commands(page: Path) -> None:
 
 @pytest.mark.parametrize("page", write_outputs.PAGES, ids=lambda page: page.stem)
 def test_an_output_has_its_mark(page: Path) -> None:
-    """Each output on a page has its mark. If a mark were misspelt, its block would never be
-    updated."""
+    """Each output block on a page has the comment that marks it. A block with a misspelt mark would
+    never be updated."""
     text = page.read_text()
     marks = re.findall(r"^<!-- .*output.*-->$", text, re.MULTILINE)
     assert len(marks) == text.count("```console") == len(list(write_outputs.blocks(text)))
 
 
 def test_figures_of_the_worked_example_are_those_of_its_outputs() -> None:
-    """A figure in the text about an output must change when the output does."""
+    """Every figure that docs/planning.md mentions in the text of its DeepSeek-V3 example occurs in
+    the outputs of that example, so the text must change with them."""
     planning = (write_outputs.ROOT / "docs" / "planning.md").read_text()
     example = planning.split('<a id="deepseek-v3"></a>')[1].split("\n<a id=")[0]
     shown = "".join(block.text for block in write_outputs.blocks(example)).replace("\n", " ")
@@ -82,8 +83,9 @@ out of date
 
 
 def test_outputs_are_written_anew() -> None:
-    """Outputs on pages are written anew. The commands of a page share a shell and the files that
-    the page shows."""
+    """scripts/write_outputs.py writes the outputs of a page. All commands of a page share a shell,
+    and the files that the page shows; slow commands are only reported as out of date in a quick
+    run."""
     quick = write_outputs.with_outputs(PAGE, quick=True)
     assert re.search(r"grep makespan\nmakespan +9\n", quick)
     assert "$ ls\npretrain_gpt.py\nsizes.sh\n```" in quick

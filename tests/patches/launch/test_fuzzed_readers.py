@@ -1,5 +1,9 @@
-"""Every reader of users' files and texts takes a mutated one, or refuses it in one line that names
-it, in bounded memory and time. Draws are seeded: a hundred by day, many more at night."""
+"""Tests that every reader of users' files and texts accepts a randomly changed one, or refuses it
+in one line.
+
+The line names what is wrong, and memory and time are bounded. The random changes are seeded: a
+hundred by day, many more at night.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ from tests.helpers.recordings import Course, write
 
 SIMULATE = ("simulate", "zb-h1", "--pp", "2", "-m", "4")
 MODEL = "layers=4,hidden=64,heads=4,sequence=64,vocabulary=100,micro-batch=1,precision=fp8"
-# Texts on a command line: the words before each, a valid one, and words behind it.
+# Texts of a command line: the words before the text, a valid text, and the words after it.
 TEXTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "costs": (
         (*SIMULATE, "--costs"),
@@ -46,7 +50,7 @@ TEXTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "schedule": (("simulate",), "interleaved:vpp=2", ("--pp", "2", "-m", "4")),
     "deviation": ((*SIMULATE, "--microbatch-costs"), "lognormal:0.5", ()),
 }
-DRAWS = 10 if IS_NIGHT else 1  # for each seed
+DRAWS = 10 if IS_NIGHT else 1  # random changes for each seed
 SEEDS = range(60 if IS_NIGHT else 6)
 EXTREMES = (
     *("0", "-1", "1e308", "-1e308", "1e-300", "1e17", "nan", "inf", "9" * 400, "0.1", "2147483648"),
@@ -56,7 +60,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 def mutated(text: str, rng: random.Random) -> str:
-    """Return ``text`` with one to three changes."""
+    """Return ``text`` with one to three random changes."""
     for _ in range(rng.randint(1, 3)):
         numbers = [*_NUMBER.finditer(text)]
         start, end = sorted(rng.randint(0, len(text)) for _ in range(2))
@@ -77,7 +81,7 @@ def mutated(text: str, rng: random.Random) -> str:
 
 
 def block() -> str:
-    """The arguments that Megatron prints of a training."""
+    """Return the block of arguments that Megatron prints at the start of a training."""
     words = model_flags(global_batch_size=16, num_experts=2, moe_layer_freq="[0,1]*2", num_layers=4)
     args = megatron_arguments.parse_arguments(words).args
     with silently(), megatron_arguments.on_gpus(args):
@@ -99,7 +103,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Callable[[], None]]]:
-    """Valid files, and for each the function that reads it."""
+    """Return valid files by name, each with a function that reads it."""
     folder = tmp_path_factory.mktemp("files")
 
     def command(*words: str) -> Callable[[], None]:
@@ -146,7 +150,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Cal
 
 
 def failing(read: Callable[[], object]) -> Callable[[], None]:
-    """A function that ends as a command does which calls ``read``."""
+    """Return a function that calls ``read`` and ends as a command does, with an error line and an
+    exit code."""
 
     def run() -> None:
         try:
@@ -161,7 +166,8 @@ def failing(read: Callable[[], object]) -> Callable[[], None]:
 
 
 def judge(ended: Ended, what: object) -> None:
-    """Check that a command took what it read, or refused it in one line."""
+    """Assert that a command accepted what it read, or refused it in one line, in bounded memory and
+    time."""
     assert ended.status in (0, 1, 2) and "Traceback" not in ended.output, (what, ended)
     assert ended.grown < MOST_BYTES and ended.seconds < MOST_SECONDS, (what, ended)
     if ended.status == 2:

@@ -1,4 +1,5 @@
-"""The first line of a run on several GPUs, until the page has figures of such a run."""
+"""Tests of the notice in the first line of a run on several GPUs, which is printed until
+docs/measurements.md has such figures."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_goes_when_the_page_has_figures() -> None:
-    """The notice that we have no figures from several GPUs, and README's status, change when the
-    page has such figures."""
+    """The notice that there are no figures from several GPUs, and the status in README.md, agree
+    with docs/measurements.md: they must change once that page has such figures."""
     page = (ROOT / "docs" / "measurements.md").read_text()
     _, section = page.split("\n## On several GPUs\n")
     has_figures = "| device |" in section.split("\n## ")[0]

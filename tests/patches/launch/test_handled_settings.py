@@ -1,4 +1,5 @@
-"""Settings of Megatron's that were refused, and whose work the schedule or its passes do."""
+"""Tests of Megatron settings whose work the schedule or its passes do, and which were refused
+before."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from megatron_ext.patches.megatron.core.transformer import module, transformer_c
 from megatron_ext.written_settings import for_megatrons_offload, given_in, words_of
 from tests.helpers.callers import small_config
 
-# By setting: with which of ours, and what of it is there afterwards.
+# By setting of Megatron: our settings under which we do its work, and whether the setting stays on
+# in Megatron's config.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "defer_embedding_wgrad_compute": ({"schedule": "1f1b"}, False),
     "delay_wgrad_compute": ({"schedule": "zb-v"}, False),
@@ -77,7 +79,7 @@ def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixtur
     config = PipelineConfig.parse(**given)
     settings = on(setting, config)
     refuse(settings, config.resolved_spec, config.options)
-    for _ in range(2):  # as get_batch makes a config for each microbatch
+    for _ in range(2):  # get_batch makes a config for each microbatch
         apply_handled_settings(settings, config)
         assert getattr(settings, setting) is stays
         settings = on(setting, config)
@@ -87,8 +89,8 @@ def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("setting", [setting for setting in CASES if "wgrad" not in setting])
 def test_without_ours_it_stays_megatrons(setting: str) -> None:
-    """Settings that we handle only in split backward passes stay Megatron's under 1f1b: its fused
-    loss, and its overlap in whole backward passes."""
+    """Under plain 1f1b Megatron keeps its own fused loss, offload, overlaps and dropout. Only other
+    schedules or features of ours, such as slices, handle these settings."""
     settings = on(setting, config := PipelineConfig.parse(schedule="1f1b"))
     apply_handled_settings(settings, config)
     assert getattr(settings, setting) is True
@@ -123,9 +125,9 @@ def test_a_launch_has_ours_in_the_place_of_megatrons(words: str, added: list[str
 
 
 def test_a_models_layers_are_built_without_it() -> None:
-    """The layers of a model are built without a setting that we handle. A caller without Megatron's
-    arguments sets the config until the model is built, and layers would otherwise defer weight
-    gradients that no pass computes."""
+    """A model's layers are built without a setting that the schedule handles, here in a config of a
+    caller without Megatron's arguments. Layers would otherwise defer weight gradients that no pass
+    computes."""
     config = PipelineConfig.parse(schedule="1f1b")
     settings = on("overlap_dispatch_backward_with_experts_wgrad", config)
     with apply(module.patches(config)):
@@ -154,10 +156,10 @@ def test_the_group_of_microbatches_may_stand_in_the_config(family: str) -> None:
     ("spec", "group", "becomes"),
     [
         ("interleaved", None, "interleaved"),
-        ("interleaved", 2, "interleaved"),  # what Megatron makes of None
+        ("interleaved", 2, "interleaved"),  # Megatron replaces None by the number of ranks
         ("interleaved:vpp=3", 6, "interleaved:vpp=3,group=6"),
         ("interleaved:group=6", 6, "interleaved:group=6"),
-        ("zb-v", 6, "zb-v"),  # has no such groups
+        ("zb-v", 6, "zb-v"),  # a V has no groups of microbatches
         ("1f1b", 6, "1f1b"),
     ],
 )
@@ -173,9 +175,9 @@ def test_which_schedules_take_the_group(spec: str, group: int | None, becomes: s
     [("zb-v", None, 1), ("zb-v", 4, 4), ("interleaved-zb", None, 2), ("zb-h1", None, 2)],
 )
 def test_a_v_has_groups_of_one_microbatch(spec: str, given: int | None, becomes: int) -> None:
-    """verl rounds the number of a step's microbatches up to a multiple of the group, which is the
-    number of ranks by default: under a V it split each batch into more microbatches than under
-    Megatron's own schedule, for nothing."""
+    """Under a V schedule microbatch_group_size_per_vp_stage is 1 unless the user sets it. verl
+    rounds a step's number of microbatches up to a multiple of that group, by default the number of
+    ranks, so under a V it split each batch into needlessly many microbatches."""
     with apply(transformer_config.patches(PipelineConfig.parse(schedule=spec))):
         made = small_config(8, ranks=2, microbatch_group_size_per_vp_stage=given)
     assert made.microbatch_group_size_per_vp_stage == becomes
@@ -201,8 +203,8 @@ def test_two_groups_are_refused() -> None:
 
 
 def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's parser reads the flags that a launch adds. They were written into the script's own
-    ``sys.argv``; now Megatron's parser gets them, so checkpoints keep them too."""
+    """Megatron's parser gets the flags that a launch with a plan adds, so checkpoints keep them
+    too. They were written into the script's ``sys.argv``, which now stays unchanged."""
     words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])

@@ -1,9 +1,9 @@
-"""Sizes with which a rank would end in the middle of its set-up, and the ranks of a user ended so.
+"""Tests of sizes with which a rank would end in the middle of its setup, as ranks of users did.
 
 A layout with a layer too few ended `megatron-ext doctor`, `plan` and every rank with
-``AssertionError: ([2, 1], 4)``; --moe-layer-freq 0 and --seq-length 0 ended them in divisions by
-zero; and what Megatron finds in its first step only, as more experts to choose than there are,
-doctor called right.
+``AssertionError: ([2, 1], 4)``. --moe-layer-freq 0 and --seq-length 0 ended them in divisions by
+zero. `doctor` accepted what Megatron finds only in its first step, such as more experts to choose
+than there are.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, object], str]] = {
     ),
 }
 
-# What trains under Megatron, though it looks alike.
+# Sizes that look impossible and train under Megatron.
 POSSIBLE: dict[str, dict[str, object]] = {
     "experts' layers of a model without experts": {"moe_layer_freq": 0},
     "no experts": {"num_experts": 0, "moe_router_topk": 0},

@@ -1,4 +1,5 @@
-"""`megatron-ext doctor -- SCRIPT ARGS`: mistakes are found on a login node, with what to do."""
+"""Tests of `megatron-ext doctor -- SCRIPT ARGS`, which finds mistakes of a launch on a login node
+and says what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ FLAGS = {
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node, whatever the machine of the test has."""
+    """Emulate a login node without a GPU, whatever the machine of the test has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
@@ -81,8 +82,9 @@ def test_a_right_command() -> None:
 
 
 def test_the_weights_of_samples_are_read(tmp_path: Path) -> None:
-    """A file of weights that was missing or unreadable ended the training when it read its data,
-    after doctor had said that nothing is wrong."""
+    """`doctor` reads the file of --pipeline-microbatch-weights. A file that was missing or
+    unreadable ended the training when it read its data, after doctor had said that nothing is
+    wrong."""
     weights = tmp_path / "weights.npy"
     ordered: dict[str, Any] = {
         "pipeline_microbatch_order": "small-ends",
@@ -135,8 +137,8 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
 
 
 def test_a_race_is_predicted() -> None:
-    """Doctor predicts a race: it compares each candidate with the baseline, and the training's
-    length with the race's."""
+    """`doctor` predicts a race of schedules: the gain of each candidate over the baseline, and
+    whether the training has enough iterations for the race."""
     report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
     assert report.is_right, told(report, Severity.WRONG)
     right = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
@@ -161,8 +163,8 @@ def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
 
 
 def test_the_default_layers_need_no_transformer_engine_here() -> None:
-    """Doctor judges Megatron's default layers without Transformer Engine. On a login node without
-    it, commands with these layers, or with rope, were refused."""
+    """`doctor` checks commands with Megatron's default layers, or with rope, on a machine without
+    Transformer Engine. On such a login node these commands were refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}
     report = checked(transformer_impl=None, position_embedding_type="rope", **newest)
     assert report.is_right, told(report, Severity.WRONG)
@@ -291,8 +293,8 @@ def test_a_world_size_that_does_not_divide() -> None:
     ],
 )
 def test_ranks_that_megatron_would_not_find(command: str, variable: str) -> None:
-    """Doctor said "right: 8 ranks" of a command whose ranks Megatron would not find: each process
-    of Open MPI trained alone."""
+    """`doctor` remarks if Megatron would not find the ranks that a launcher starts. It said "right:
+    8 ranks" of commands under Open MPI in which each process would have trained alone."""
     launch = read_launch(shlex.split(command))
     found = check_rank_variables(launch, "import megatron.training")
     assert [finding.verdict for finding in found] == [Severity.REMARK] * bool(variable)
@@ -307,8 +309,8 @@ def test_a_launch_of_mpi_has_the_remark_on_its_ranks() -> None:
 
 
 def test_an_assertion_of_a_missing_argument_names_its_flag() -> None:
-    """An assertion about a missing argument names its flag. Doctor printed "assert
-    args.save_interval is not None", from which a user has to guess the flag."""
+    """`doctor` names the flag of a missing argument. It printed Megatron's "assert
+    args.save_interval is not None", from which a user had to guess the flag."""
     (wrong,) = told(checked(save="/tmp/saved"), Severity.WRONG)
     assert wrong.startswith("arguments: --save-interval is missing, add it with its value: ")
 
@@ -326,7 +328,8 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
 
 
 def test_a_check_takes_the_rates_of_the_gpu() -> None:
-    """It took its memory alone, and the times of an H100."""
+    """`doctor --gpu` predicts with the rates of that GPU. It had used only the GPU's memory, and
+    the rates of an H100."""
     reports = [
         check_launch(launch, None, GPUS[gpu])
         for launch in [Launch(str(SCRIPT), False, tuple(model_flags(**FLAGS)))]
@@ -337,8 +340,9 @@ def test_a_check_takes_the_rates_of_the_gpu() -> None:
 
 
 def test_what_slices_would_give_is_said() -> None:
-    """Doctor says what slices would gain. A launch with fewer microbatches than ranks gets the
-    remark; one with slices, with as many microbatches, or with short sequences does not."""
+    """`doctor` says what slices of a sequence would gain if a launch has fewer microbatches than
+    pipeline ranks. It does not say so of a launch that has slices, enough microbatches, or short
+    sequences."""
     sizes: dict[str, Any] = {
         **{"hidden_size": 4096, "num_attention_heads": 32, "padded_vocab_size": 32000},
         **{"seq_length": 8192, "max_position_embeddings": 8192, "pipeline_schedule": "1f1b"},
@@ -352,7 +356,8 @@ def test_what_slices_would_give_is_said() -> None:
         remark,
     ), remark
     assert "megatron-ext plan -- COMMAND compares them" in remark
-    short = {"seq_length": 256, "max_position_embeddings": 256}  # whose price is too high
+    # slices of short sequences cost too much
+    short = {"seq_length": 256, "max_position_embeddings": 256}
     for changes in ({"pipeline_slices": 4}, {"global_batch_size": 4}, short):
         other = checked(**(sizes | changes))
         assert not any("slices:" in text for text in told(other, Severity.REMARK)), changes
@@ -398,7 +403,8 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
 
 
 def test_communicators_that_do_not_fit() -> None:
-    """Doctor recommends batched messages if communicators do not fit into the GPU's memory."""
+    """`doctor` recommends batched messages if the buffers of NCCL communicators do not fit into the
+    GPU's memory."""
     assert communicators_of(checked(memory=2**31), Severity.RIGHT)
     (text,) = communicators_of(checked(memory=2**30), Severity.REMARK)
     assert "147 MiB of buffers over NVLink, and the GPU has" in text and "MiB left" in text
@@ -420,9 +426,9 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
 def test_flags_of_modules_that_the_script_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flags of modules that the script imports are accepted. --num-layer, a flag of a module next
-    to the script, ended with "did you mean --num-layers?". A module on another machine may have the
-    flag too."""
+    """`doctor` accepts flags of modules that the script imports. --num-layer, a flag that a module
+    next to the script defines, was called wrong with "did you mean --num-layers?". A module that
+    exists only on another machine may define the flag too."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "examples" / "images"
     (folder / "more").mkdir(parents=True)
@@ -453,9 +459,9 @@ def test_flags_of_modules_that_the_script_imports(
 
 
 def test_flags_of_older_scripts() -> None:
-    """Flags of older scripts get the right suggestion. Doctor suggested the opposite of
-    --no-query-key-layer-scaling, --use-mup for --use-mpi, and called an old name "the script's own,
-    perhaps"."""
+    """`doctor` suggests today's names for flags of older Megatron scripts. It suggested the
+    opposite of --no-query-key-layer-scaling, --use-mup for --use-mpi, and called an old name "the
+    script's own, perhaps"."""
     words = ("--use-mpi", "--no-query-key-layer-scaling", "--tensor-parallel-size", "2")
     report = checked(*words, "--moe-num-experts", "8", "--no-overlap-grad-reduce")
     (wrong,) = told(report, Severity.WRONG)
@@ -471,7 +477,8 @@ def test_flags_of_older_scripts() -> None:
 
 
 def test_todays_names_of_old_flags() -> None:
-    """No old name of the table is a flag of Megatron's, and each name of today is one."""
+    """No old name in the table of renamed flags is a flag of this Megatron, and each new name is
+    one."""
     flags = set(megatron_arguments.parse_arguments(()).flags)
     for old, today in RENAMED.items():
         assert old not in flags and today.split()[0] in flags, old
@@ -500,8 +507,8 @@ RECOMPUTED = {**HISTORY, "recompute_granularity": "selective"}
     ],
 )
 def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None) -> None:
-    """Doctor says which schedules have other scales under FP8. docs/compatibility.md said it of
-    FP8, and doctor of none of the commands that have it."""
+    """`doctor` remarks if a schedule has other FP8 scales than stock. docs/compatibility.md said so
+    of FP8, and doctor did not say it of any command."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     report = checked(max_position_embeddings=32, **(sizes | overrides))
     assert report.is_right, told(report, Severity.WRONG)
@@ -511,14 +518,15 @@ def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None
 
 
 def from_command(beginning: str, **overrides: object) -> Report:
-    """Return the report on a launch command of ``beginning`` and the test's flags."""
+    """Return doctor's report on a launch command that starts with ``beginning`` and has the flags
+    of this test."""
     words = (*shlex.split(beginning), *model_flags(**(FLAGS | overrides)))
     return check_launch(read_launch(words), None, None)
 
 
 def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doctor found nothing wrong with a command that has our flags but does not start megatron_ext;
-    its launch died of unrecognized arguments."""
+    """`doctor` calls a command wrong that has our flags but does not start megatron_ext. It found
+    nothing wrong, and the launch died of unrecognized arguments."""
     (wrong,) = told(from_command(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
@@ -596,8 +604,9 @@ SIZES = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
 def test_a_command_that_is_not_megatrons(
     command: str, script: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Doctor gave the settings of verl to Megatron's parser, and answered "Megatron asserts: assert
-    args.micro_batch_size is not None", "correct it", exit 1."""
+    """`doctor` says that a command is not one of Megatron's, such as verl's, and stops its check.
+    It gave verl's settings to Megatron's parser, and answered "Megatron asserts: assert
+    args.micro_batch_size is not None", "correct it", with exit code 1."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if script is not None:
@@ -619,8 +628,9 @@ def test_megatrons_own_command_without_sizes_is_checked() -> None:
 def test_a_schedule_flag_of_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule flag of the script's own was taken for ours; under megatron_ext the launch ended
-    in argparse's traceback."""
+    """`doctor` recognizes that the script itself defines --pipeline-schedule. The flag was taken
+    for ours. Under megatron_ext such a launch ended in argparse's traceback, and doctor now reports
+    the conflict."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("parser.add_argument('--pipeline-schedule', type=str)")
     report = from_command("torchrun --nproc-per-node 4 mine.py")
@@ -638,7 +648,8 @@ def test_a_schedule_flag_of_the_scripts_own(
 def test_variables_count_where_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MEGATRON_EXT_NIGHTLY", raising=False)  # no setting of a run
+    # this variable is no setting of a run
+    monkeypatch.delenv("MEGATRON_EXT_NIGHTLY", raising=False)
     script = tmp_path / "mine.py"
     script.write_text("import megatron_ext.auto\n")
     launcher = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
@@ -693,7 +704,8 @@ def test_what_is_left_out_of_a_command_is_said() -> None:
     ],
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
-    """A check of a launch with FP8 did not say that FP8 is untried."""
+    """`doctor` remarks on features that are untried, such as FP8 kernels, if the command has a
+    schedule of ours. It did not mention them."""
     report = checked(**overrides)
     assert report.is_right, told(report, Severity.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Severity.REMARK))
@@ -722,8 +734,8 @@ def test_a_tried_command_has_no_such_remark(overrides: dict[str, Any]) -> None:
     ],
 )
 def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
-    """A flag that resembles one of ours counts as misspelt. --pipeline-shedule-memory-limit was
-    called the script's own, perhaps."""
+    """`doctor` treats an unknown flag that resembles one of ours as misspelt, and names the right
+    one. It called --pipeline-shedule-memory-limit "the script's own, perhaps"."""
     (wrong,) = told(checked(word, "4"), Severity.WRONG)
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
 
@@ -731,8 +743,8 @@ def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
 def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron ran make 50 s after the launch, found no pybind11 and ended on all ranks. Doctor
-    says before the launch that the dataset helpers cannot be compiled."""
+    """`doctor` says before a launch that Megatron's dataset helpers cannot be compiled. A launch
+    ran make after 50 s, found no pybind11, and ended on all ranks."""
     about = "dataset helpers: "
     assert not [text for v in Severity for text in told(checked(), v) if text.startswith(about)]
 
@@ -760,7 +772,7 @@ def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
     compiled.append(tmp_path / "helpers_cpp.so")
     compiled[0].touch()
     assert checked().is_right
-    os.utime(compiled[0], (1, 1))  # older than its source
+    os.utime(compiled[0], (1, 1))  # the compiled file is older than its source
     assert not checked().is_right
 
 
@@ -790,9 +802,9 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
 
 
 def test_a_bare_doctor_runs_nothing_of_the_working_directory(tmp_path: Path) -> None:
-    """A bare doctor imported any folder's modules, also those of a download. It now names a
-    checkout of Megatron in the working directory, and imports from it only if PYTHONPATH says so.
-    """
+    """`doctor` without a command imports nothing from the working directory unless PYTHONPATH names
+    it, and says that there is a checkout of Megatron. It imported the modules of any folder, a
+    download's too."""
     fork = tmp_path / "megatron" / "core"
     fork.mkdir(parents=True)
     (fork / "__init__.py").write_text("raise RuntimeError('the fork is here')")
@@ -832,7 +844,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     (wrong,) = told(checked(**folders), Severity.WRONG)
     assert "has no iter_0000020" in wrong and "there are: iter_0000010" in wrong
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe\0" * 1000)
-    (wrong,) = told(checked(**folders), Severity.WRONG)  # it ended in a traceback
+    (wrong,) = told(checked(**folders), Severity.WRONG)  # this file ended doctor in a traceback
     assert "which is no iteration" in wrong and len(wrong) < 500
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000020").mkdir()
@@ -865,8 +877,9 @@ def test_a_full_disk_is_told_before_the_first_checkpoint(
 @pytest.mark.parametrize("untied", [True, False])
 @pytest.mark.parametrize("experts", [None, 2])
 def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
-    """Ranks share the parameters of a model, wherever its stages lie, also with a divided
-    vocabulary. The ends have more than a table: learned positions and the final norm."""
+    """The parameters that `doctor` counts on all ranks add up to the same total under every
+    placement, and with a split vocabulary. The first and last stage also have learned positions and
+    the final norm."""
     given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
     given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
     config = megatron_arguments.PipelineConfig(schedule="1f1b")
@@ -894,8 +907,8 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
 
 
 def test_context_parallel_ranks_share_optimizer_states() -> None:
-    """Context-parallel ranks share optimizer states. Doctor said that a Llama-3 70B with TP 4 x CP
-    2 takes 11 GiB more than it does."""
+    """`doctor` splits optimizer states over context-parallel ranks too. It said that a Llama-3 70B
+    with TP 4 and CP 2 takes 11 GiB more than it does."""
     given: dict[str, Any] = {"use_distributed_optimizer": True, "global_batch_size": 16}
     taken = []
     for context_ranks in (1, 2, 4):
@@ -930,8 +943,8 @@ def test_what_is_assumed_of_a_gpu_is_said() -> None:
 
 
 def test_the_bytes_of_a_trace_are_told(tmp_path: Path) -> None:
-    """Doctor says how many bytes a trace takes: a trace of all iterations of a training fills its
-    disk, and no browser shows it."""
+    """`doctor` predicts the size of a trace in bytes. A trace of all iterations of a training fills
+    its disk, and no browser can show it."""
     trace: dict[str, Any] = {"pipeline_schedule": "zb-h1", "pipeline_trace": tmp_path}
 
     def told_of(first: int, stop: int, train_iters: int, verdict: Severity) -> str:

@@ -1,4 +1,5 @@
-"""`megatron-ext plan -- COMMAND`: what it trains, what else it could, and what to write."""
+"""Tests of `megatron-ext plan -- COMMAND`: the described training, the alternatives, and the flags
+to write."""
 
 from __future__ import annotations
 
@@ -90,11 +91,11 @@ NO_VIRTUAL: dict[str, Any] = {"num_virtual_stages_per_pipeline_rank": None}
 
 @pytest.fixture(autouse=True)
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a login node, and without a search."""
+    """Emulate a login node without a GPU, and compare four families without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
-    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)  # test_layouts.py
+    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)  # test_layouts.py tests layouts
 
 
 def launch(**overrides: object) -> Launch:
@@ -113,7 +114,7 @@ def taken_of(plan: JobPlan) -> Candidate:
 
 
 def own_of(plan: JobPlan) -> Candidate:
-    """The command as it stands."""
+    """Return the candidate of the command as it is given."""
     assert plan.verdict.baseline is not None
     return plan.verdict.baseline.candidate
 
@@ -123,8 +124,9 @@ def command(*words: str) -> Result:
 
 
 def test_a_launch_with_virtual_stages() -> None:
-    """A launch with four chunks a rank was refused by the plan, as a line has one chunk and a V
-    two. Now schedules with other numbers of chunks are compared with it."""
+    """`plan` compares a launch with four chunks a rank with schedules that have other numbers of
+    chunks. It refused such a launch, because a linear placement has one chunk a rank and a V
+    two."""
     plan = made()
     assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
     assert plan.job.endswith("under interleaved:vpp=4")
@@ -138,10 +140,10 @@ def test_a_launch_with_virtual_stages() -> None:
 
 
 def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
-    """An unknown vocabulary is assumed, and the verdict says so. A launch with a tokenizer from a
-    hub was planned without embedding and output layer: with the tokenizer's 50,432 tokens the
-    recommended layout was 5 % slower than Megatron's best, and only a remark after the command said
-    that the vocabulary counts."""
+    """If the size of the vocabulary is unknown, `plan` assumes one, and says so next to its
+    verdict. A launch with a tokenizer from a hub was planned without embedding and output layer:
+    with the tokenizer's 50,432 tokens the recommended layout was 5 % slower than Megatron's best,
+    and only a remark after the command mentioned the vocabulary."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     unknown = made(padded_vocab_size=None, tokenizer_model="hub/tokenizer", **of_hub)
     known = made(padded_vocab_size=128_000)
@@ -151,7 +153,7 @@ def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
     (line,) = (row for row in verdict_lines(unknown) if row.startswith("assumed:"))
     assert "a vocabulary of 128,000 tokens, since its tokenizer is not here" in line
     assert line.endswith(": add --padded-vocab-size N")
-    # The flags of the verdict, judged with the vocabularies between which others lie.
+    # The flags of the verdict are also judged with a smaller and a larger vocabulary.
     of_others = re.findall(r"save ([\d.]+)% with (\d+,\d+)", line)
     assert [tokens for _, tokens in of_others] == ["32,000", "256,000"]
     small: dict[str, Any] = {"padded_vocab_size": 32_000}
@@ -163,8 +165,8 @@ def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
 
 
 def test_an_assumed_vocabulary_of_what_fits_nowhere_does_not_hide_the_remedies() -> None:
-    """A plan for a 70B model with a hub's tokenizer on GPUs with 40 GB, where nothing fits, ended
-    in an AssertionError instead of naming remedies."""
+    """`plan` names remedies if nothing fits, also with an assumed vocabulary. A plan for a 70B
+    model with a hub's tokenizer on GPUs with 40 GB ended in an AssertionError."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     plan = made(
         "operations=400e12,bytes=40e9,memory=1.6GiB",
@@ -177,7 +179,7 @@ def test_an_assumed_vocabulary_of_what_fits_nowhere_does_not_hide_the_remedies()
 
 
 def heard_of(gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[JobPlan, str]:
-    """Return the plan, and its first answer, which is noted as such."""
+    """Return the plan, and the line that it printed as its first answer."""
     monkeypatch.setattr(progress, "_REMARKS", set())
     heard: list[str] = []
     with planning() as time, reporting(lambda text: None, heard.append):
@@ -201,8 +203,8 @@ def test_first_answer_is_given_where_nothing_fits_as_it_is(
 def test_first_answer_does_not_wait_for_what_recompute_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first answer does not wait for recompute. For 405 billion parameters on 16 ranks nothing
-    fits without it, and the first line came after 52 seconds."""
+    """`plan` prints a first answer before it has tried recompute, even if nothing fits without
+    recompute. For 405 billion parameters on 16 ranks the first line came after 52 seconds."""
 
     def make_plan(variant_of: Any, *arguments: Any, **more: Any) -> Plan:
         if not variant_of.__self__.tries_recompute:
@@ -224,8 +226,8 @@ def test_first_answer_does_not_wait_for_what_recompute_does(
 
 
 def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison of schedules gives a first answer early. On 16 ranks with 128 microbatches the
-    plan printed nothing for minutes."""
+    """`plan` prints a first answer before it compares all schedules. On 16 ranks with 128
+    microbatches it printed nothing for minutes."""
     whole, first = heard_of("h100", monkeypatch)
     assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
@@ -247,8 +249,8 @@ def test_memory_is_that_of_doctor() -> None:
 
 
 def test_a_layout_is_cut_anew() -> None:
-    """Schedules with other stages than the launch's layout get a layout of their own, as even as
-    possible."""
+    """`plan` writes a new layout, as even as possible, for schedules that have another number of
+    stages than the launch's layout."""
     layout = "Et|t|t|t|t|t|t|L"
     plan = made(
         num_layers=7,
@@ -303,8 +305,8 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def test_one_pipeline_rank_is_one_line() -> None:
-    """A plan for one pipeline rank is one line. It refused each of thirty schedules in a line of
-    its own."""
+    """`plan` for one pipeline rank prints one line. It refused each of thirty schedules in a line
+    of its own."""
     flags = FLAGS | {
         "pipeline_model_parallel_size": 1,
         "num_virtual_stages_per_pipeline_rank": None,
@@ -322,8 +324,8 @@ def test_one_pipeline_rank_is_one_line() -> None:
 
 
 def measured_file(folder: Path, **overrides: object) -> Path:
-    """Write measured costs of the launch: three times the estimate for layers with experts, half of
-    it for dense ones. Return the file."""
+    """Write a file of measured costs of the launch, and return its path: three times the estimate
+    for layers with experts, half of the estimate for dense layers."""
     args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | EXPERTS | overrides))).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), 4)
@@ -349,8 +351,8 @@ EXPERTS: dict[str, Any] = {
 
 
 def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
-    """A plan uses costs that were measured by layer type for all layouts, also if the launch has
-    stock's schedule and names no costs. Such a launch was refused."""
+    """`plan` uses costs that were measured by layer type for all layouts. A launch under stock's
+    schedule that names no costs itself may be planned by them too; it was refused."""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
     estimated = plan_launch(asked)
@@ -367,9 +369,9 @@ def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path)
 def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch with tensor parallelism is planned by factors that were measured on an emulated
-    machine without it: every schedule takes as long as on that machine. With costs by layer type
-    alone no schedule does."""
+    """`plan` predicts a launch with tensor parallelism from factors that were measured on the same
+    (emulated) machine without it: every schedule takes as long as on that machine. With measured
+    costs by layer type alone, no prediction is right."""
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
     with megatron_arguments.on_gpus(
@@ -445,8 +447,8 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     ],
 )
 def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what: str) -> None:
-    """A plan says once, in words and as data, which parts of its estimate no measurement has
-    checked. It does not say so of dense layers in bf16, which the A100s' data cover."""
+    """`plan` says once, in its text and as data, which parts of its estimate no measurement has
+    checked. It does not say so of dense layers in bf16, which the measurements on A100s cover."""
     words = ["--gpu", "a100", "--world-size", "4", "--", "torchrun", str(SCRIPT)]
     words += model_flags(**(FLAGS | flags))
     text = command(*words)
@@ -460,8 +462,8 @@ def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what
 
 
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
-    """A plan leaves memory for the allocator's reserve as the model estimates it. Without a trace
-    it left none. On this GPU the first choice fits only if the allocator reserves nothing."""
+    """`plan` reserves memory for the GPU's allocator by its model of the allocator. Without a trace
+    it reserved none. On this GPU the first choice fits only if nothing is reserved."""
     asked = LaunchRequest(launch())
     without = plan_launch(asked)
     assert without.free is None and without.plan.best is not None
@@ -481,8 +483,9 @@ def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
 
 
 def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
-    """A plan leaves memory for the allocator's reserve as a trace measured it. Only a profile of
-    our schedules gave the figure, and users begin with a trace of Megatron's own schedule."""
+    """`plan --trace` reserves as much memory as the trace measured for the allocator. Only a
+    measured costs file of our schedules had this figure, but users begin with a trace of Megatron's
+    own schedule."""
     whole = program("1f1b", line_problem(2, 4, 10, 12, 8, 1))
     timeline = simulate(whole, whole.problem.costs)
     passes = tuple(event for row in timeline.compute for event in row)
@@ -499,8 +502,8 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
         for text in (output, without)
     ]
-    # Without a trace a limit that changes nothing is not written, and what was compared in the
-    # plan's time decides whether it does.
+    # Without a trace no limit is written if it changes nothing, and whether it does depends on what
+    # the plan compared in its time.
     assert limits[0] == {"M"} and limits[1] <= {"G"}
     assert "--trace DIR" in without and "assumed, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
@@ -522,8 +525,8 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
 
 
 def test_flags_that_megatron_does_not_know_are_a_remark() -> None:
-    """A plan remarks on flags that Megatron does not know, as doctor does. It did not, and the
-    command that it wrote would be refused with them."""
+    """`plan` remarks on flags that Megatron does not know, as `doctor` does. It said nothing, and
+    the command that it wrote would have been refused because of them."""
     words = (*launch().arguments, "--use-z-loss")
     plan = plan_launch(LaunchRequest(replace(launch(), arguments=words), gpu=parse_gpu("h100")))
     (remark,) = plan.remarks
@@ -538,15 +541,16 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
-    """A plan tries recompute for a launch that does not fit. It tried only offload, although 1F1B
-    and zb-h1 fit with half of the activations recomputed. Recompute is not tried if the random
-    states forbid it."""
-    small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
+    """`plan` tries recompute for a launch that does not fit, unless the random states forbid it. It
+    tried only offload, although 1F1B and zb-h1 fit with half of the activations recomputed."""
+    # 3.33 GiB without the allocator's reserve
+    small = "operations=400e12,bytes=40e9,memory=3.38GiB"
     plan = made(small)
     best = plan.plan.best
     assert best is not None and best.report.options.recompute.fit and best.report.recomputed > 0
     assert 101 * 2**20 < plan.verdict.excess < 102 * 2**20
-    # Random states that cannot be taken twice: the same refusal as a launch's.
+    # Random states that cannot be restored for a second run: a launch refuses recompute with them
+    # too.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
     assert all(
         not candidate.report.options.requests("recompute") for candidate in refused.candidates
@@ -560,14 +564,16 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     (without,) = plan.others
     assert without.seconds < plan.plan.candidates[0].step
     assert taken_of(plan).schedule == without.candidate.schedule
-    assert set(plan.written.added) <= set(without.write().added)  # but for a limit without effect
+    # except for a limit that has no effect
+    assert set(plan.written.added) <= set(without.write().added)
     dropped = {f"--{name.replace('_', '-')}" for name in flags}
     assert dropped <= set(plan.written.dropped)
     assert not made().others
 
 
 def saved(folder: Path, kind: str, **overrides: object) -> Path:
-    """A checkpoint of the launch, with optimizer states of this ``kind``."""
+    """Write the metadata of a checkpoint of the launch whose optimizer states have the format
+    ``kind``, and return its folder."""
     words = launch(**overrides).arguments
     with megatron_arguments.on_gpus(args := megatron_arguments.parse_arguments(words).args):
         megatron_arguments.validate(args, PipelineConfig(), 4)
@@ -578,9 +584,9 @@ def saved(folder: Path, kind: str, **overrides: object) -> Path:
 
 
 def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
-    """A plan says whether a checkpoint can be loaded. It compared only the ranks of the stages, and
-    said that a checkpoint "can be loaded, optimizer states too" that ended the command which the
-    plan had written."""
+    """`plan` says whether the launch's checkpoint loads under the command that it writes. It
+    compared only which rank has which stage, said that a checkpoint "can be loaded, optimizer
+    states too", and the written command ended because of that checkpoint."""
     (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
     why = "the checkpoint's optimizer states (dp_reshardable) can only be loaded if each stage is"
     assert f"does not load: {why}" in remark
@@ -596,8 +602,8 @@ def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
 def test_the_checkpoint_of_a_kept_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan also judges the checkpoint of a command that it keeps. It said nothing, and Megatron's
-    own command ended because of its checkpoint."""
+    """`plan` judges the checkpoint of a command that it leaves as it is. It said nothing, and
+    Megatron's own command ended because of its checkpoint."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     kept = made(load=saved(tmp_path, "dp_reshardable"), **NO_VIRTUAL)
@@ -605,7 +611,8 @@ def test_the_checkpoint_of_a_kept_command_is_judged(
 
 
 def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
-    """A plan judges --pretrained-checkpoint, as doctor does. It said nothing of the flag."""
+    """`plan` judges the checkpoint of --pretrained-checkpoint, as `doctor` does. It said nothing of
+    that flag."""
     folder = saved(tmp_path / "a", "dp_reshardable")
     (remark,) = made(pretrained_checkpoint=folder, load=tmp_path / "new").remarks
     assert remark.startswith("--pretrained-checkpoint") and "loads weights only" in remark
@@ -614,8 +621,9 @@ def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
 
 
 def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
-    """A changed layout alone moves optimizer states. A verdict that changed the layout, and not the
-    schedule, said nothing of the checkpoint."""
+    """`plan` judges the checkpoint if it changes only the layout, because stages then have other
+    optimizer states. A verdict that changed the layout and not the schedule said nothing of the
+    checkpoint."""
     flags = {"load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL), **NO_VIRTUAL}
     asked = LaunchRequest(launch(**flags), gpu=parse_gpu("h100"))
     layout = ("--pipeline-model-parallel-layout", "E" + "t" * 9 + "|" + "t" * 7 + "L")
@@ -633,8 +641,8 @@ def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
 def test_things_that_do_not_suffice_alone_are_named_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One change that is enough is named alone; two are named together only if neither is enough. A
-    change that does not help is not named."""
+    """If nothing fits, `plan` names single changes that would be enough. Two changes are named
+    together only if neither is enough, and a change that does not help is not named."""
     gib = 2.0**30
     args = SimpleNamespace(
         recompute_granularity=None,
@@ -675,7 +683,7 @@ LONG: dict[str, Any] = {
 
 
 def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
-    plan = made(**LONG, global_batch_size=2)  # a microbatch for two ranks
+    plan = made(**LONG, global_batch_size=2)  # two ranks with one microbatch each
     compared = plan.long_sequences
     assert compared is not None
     shown = {way.words for way in compared.alternatives}
@@ -693,7 +701,8 @@ def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
 
 
 def test_slices_are_compared_where_a_launch_would_take_them() -> None:
-    """A plan compares slices if the checks of the launch accept them."""
+    """`plan` proposes slices of a sequence only if the checks of a launch accept them. Experts with
+    a capacity would drop tokens slice by slice, so slices are refused here."""
     refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
     assert refused is not None and refused.best is None and not refused.written.added
     whys = {way.words: way.why_not for way in refused.alternatives if not way.candidates}
@@ -720,7 +729,7 @@ def test_of_a_launch_with_experts_it_says_what_pairs_would_give(
     assert {one.candidate.family for one in plan.others} >= {"interleaved"}
     best = min(plan.others, key=lambda one: one.seconds)
     assert best.candidate.report.pairs > 0
-    assert best.write().added.count(FLAG) == 1  # it was written twice
+    assert best.write().added.count(FLAG) == 1  # the flag was once written twice
     alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
     same = alone[best.candidate.schedule, VocabMethod.NAIVE]
     assert same.report.pairs == 0
@@ -739,8 +748,9 @@ def test_a_launch_whose_passes_run_in_pairs_is_compared_with_itself_without(
     asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     layout = Layout((4, 4, 4, 4))
     written = written_for(asked, (best.schedule, layout), best, layout)
-    assert FLAG not in written.added and not written.dropped  # it is there already
-    # The launch would train in pairs, and the step is one without.
+    assert FLAG not in written.added and not written.dropped  # the launch has the flag already
+    # The launch would train with overlapped passes, but this candidate has none, so its command
+    # drops the flag.
     assert FLAG in other.write().dropped
 
 
@@ -749,8 +759,8 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
-    """Balanced slices get attention's share from the estimate if the costs lack it. The lengths
-    that were to be balanced were even."""
+    """Balanced slices take attention's share of the work from the estimate if the costs do not tell
+    it. Without that share the slices that should be balanced had equal lengths."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
     args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | LONG))).args
     config = PipelineConfig.parse(
@@ -765,7 +775,7 @@ def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Pa
     assert first > 1.3 * last
 
 
-# ---- Stages and ranks that differ
+# ---- stages and ranks of different speeds
 
 
 EXAMPLE_OF_MULTIMODAL = (
@@ -841,8 +851,8 @@ def test_gpus_of_two_types() -> None:
 def test_a_mistake_in_a_file_of_arguments_names_the_file(
     values: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    """A mistake in a file of arguments names the file. Python's or Megatron's error was printed
-    alone, without the file."""
+    """An error in a file of arguments names the file. Python's or Megatron's error was printed
+    without it."""
     right = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
     right |= {"micro_batch_size": 1, "global_batch_size": 8, "pipeline_model_parallel_size": 2}
     path = tmp_path / "model.json"

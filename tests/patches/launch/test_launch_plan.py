@@ -1,4 +1,5 @@
-"""`--pipeline-schedule plan` chooses a schedule for a launch command, without launching it."""
+"""Tests of `--pipeline-schedule plan`, which chooses a schedule for a launch command, without a
+launch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ FLAGS: dict[str, Any] = {
     "pipeline_schedule": "plan",
 }
 LAYER_EACH: dict[str, Any] = {"num_layers": 2, "pipeline_vocab_parallel": "none"}
-WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch them
+WIDE: dict[str, Any] = {  # sizes at which passes take longer than launching their kernels
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "seq_length": 2048,
@@ -59,8 +60,8 @@ def chosen(**overrides: object) -> tuple[list[str], Chosen]:
 
 
 def makespan(words: list[str], *more: str) -> float:
-    """Return the makespan, in seconds, of the launch with the flags ``more``, as a rank checks
-    it."""
+    """Return the makespan in seconds of the launch with the flags ``more``, by the program that a
+    rank checks."""
     argv = [*words, *more]
     config = from_argv(argv)
     args = megatron_arguments.parse_arguments(argv).args
@@ -85,13 +86,14 @@ def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) 
             except ValueError:
                 continue
             compared += 1
-            assert other >= least * (1 - WORTH) * (1 - 1e-9), flags  # less is not worth a change
+            # a smaller gain is not worth a change
+            assert other >= least * (1 - WORTH) * (1 - 1e-9), flags
     assert compared > 15
 
 
 def test_refused_schedules_are_no_candidates() -> None:
-    """Schedules that the launch refuses are no candidates: fused operations cannot be split, so
-    only schedules with whole backward passes remain."""
+    """`--pipeline-schedule plan` ignores schedules that the launch would refuse. Fused operations
+    cannot be split, so only schedules with whole backward passes remain."""
     fused = {"transformer_impl": None, "use_transformer_engine_op_fuser": True}
     _, plan = chosen(**fused)
     whole = {name for name, entry in entries().items() if not entry.traits.splits_backward}
@@ -111,9 +113,10 @@ def test_it_is_the_same_each_time_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize(("sequence", "tokens", "schedules"), [(256, 32000, 4), (1024, 8000, 5)])
 def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: int) -> None:
-    """1F1B's first rank stores two activations. zb-h1's last rank stores an activation, the logits
-    and the inputs of a W. That fits once attention matrices, which no W needs, are larger than the
-    logits. (Searches run no W so late, and no other schedule is faster here.)"""
+    """`--pipeline-schedule plan` takes a schedule that stores no more than 1F1B. 1F1B's first rank
+    stores two activations; zb-h1's last rank stores one activation, the logits, and the inputs of a
+    W. This fits once attention matrices, which no W needs, are larger than the logits. (Searches
+    find no schedule with so late a W, and no other schedule is faster here.)"""
     lengths = {"seq_length": sequence, "max_position_embeddings": sequence}
     given = LAYER_EACH | WIDE | lengths | {"pipeline_recompute": "none"}
     _, plan = chosen(**given, vocab_size=tokens)
@@ -122,8 +125,9 @@ def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: 
 
 
 def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule that Transformer Engine would refuse on a rank is not chosen. Only the whole
-    program shows its order."""
+    """`--pipeline-schedule plan` does not take a schedule that a rank would refuse at its start.
+    Only the proved program shows its order of passes, for which Transformer Engine may refuse
+    it."""
     real, refused = launch_choice.check_schedule, chosen(**LAYER_EACH)[1].flags[1]
 
     def checked(args: Any, config: PipelineConfig, prove: Prove) -> object:
@@ -136,7 +140,8 @@ def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.Monk
 
 
 def test_costs_without_bytes_are_held_to_microbatches() -> None:
-    """If a costs file gives no bytes, a schedule may store as many microbatches as 1F1B."""
+    """If a costs file gives no bytes, `--pipeline-schedule plan` takes a schedule that stores no
+    more microbatches than 1F1B."""
     _, plan = chosen(
         num_layers=2, pipeline_vocab_parallel="none", pipeline_costs="f=10,i=12,w=8,comm=1"
     )
@@ -155,8 +160,8 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_virtual_stages_of_the_command_go_where_a_schedule_has_others() -> None:
-    """The virtual stages of a command give way to the schedule's own. A command with three chunks a
-    rank was refused; a V has two."""
+    """`--pipeline-schedule plan` drops the command's virtual stages if the chosen schedule has
+    another number. A command with three chunks a rank was refused, because a V has two."""
     words, plan = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
     assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
     left = without(words, plan.dropped)
@@ -180,7 +185,8 @@ def test_it_requires_a_launch_command() -> None:
 
 
 def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` changes neither the chunks of the command nor its vocabulary."""
+    """`--pipeline-schedule auto` changes neither the number of chunks in the command nor its
+    vocabulary."""
     shorten_search(monkeypatch)
     four = {"num_virtual_stages_per_pipeline_rank": 4}
     _, plan = chosen(pipeline_schedule="auto", **four)
@@ -204,8 +210,8 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice tries recompute if nothing fits. `plan -- COMMAND` proposed recompute in bubbles,
-    and `--pipeline-schedule plan` took a slower schedule without it."""
+    """`--pipeline-schedule plan` tries recompute if nothing fits without it. `plan -- COMMAND`
+    proposed recompute in bubbles, while this flag took a slower schedule without recompute."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, plan = chosen(**tight)
@@ -237,7 +243,7 @@ EXPERTS: dict[str, Any] = {
 def memory_of(
     schedule: str, memory: float | None = None, **overrides: object
 ) -> tuple[list[RankPrediction], list[Finding]]:
-    """Memory of each rank as doctor's table has it, and what doctor finds."""
+    """Return the memory of each rank in doctor's table, and doctor's findings."""
     words = model_flags(**(FLAGS | EXPERTS | overrides | {"pipeline_schedule": schedule}))
     gpu = None if memory is None else replace(GPUS["h100"], memory=memory)
     report = check_launch(Launch(str(SCRIPT), False, tuple(words)), 4, gpu)
@@ -248,7 +254,7 @@ def memory_of(
 def fullest(
     schedule: str, memory: float | None = None, **overrides: object
 ) -> tuple[float, list[Finding]]:
-    """Bytes of the rank that holds most, as doctor's table has it, and what it finds."""
+    """Return the bytes of the fullest rank in doctor's table, and doctor's findings."""
     ranks, findings = memory_of(schedule, memory, **overrides)
     return max(rank.total_bytes for rank in ranks), findings
 
@@ -259,9 +265,9 @@ def finding_on(subject: str, findings: list[Finding]) -> Finding:
 
 
 def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice estimates memory by the table that the plan prints. It counted experts as one
-    dense layer and the table did not: the choice said that gis takes no more than 1f1b, and the
-    table had 131 GiB against 95.5."""
+    """`--pipeline-schedule plan` compares memory by the estimates that `doctor` prints. It counted
+    experts as one dense layer, and the printed table did not: it said that gis takes no more than
+    1f1b, and the table had 131 GiB against 95.5 GiB."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     taken, findings = fullest("plan")
@@ -270,9 +276,9 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
 
 
 def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--pipeline-schedule plan` leaves memory for the allocator's reserve; only ``plan --
-    COMMAND`` did. On this GPU 1f1b fits only if its allocator reserves nothing. Doctor, which
-    compared with the whole GPU, says so too."""
+    """`--pipeline-schedule plan` and `doctor` reserve memory for the GPU's allocator. Only ``plan
+    -- COMMAND`` did so, and doctor compared with the whole GPU. On this GPU 1f1b fits only if its
+    allocator reserves nothing."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ranks, _ = memory_of("1f1b")
@@ -291,9 +297,9 @@ def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.Mon
 
 @nightly("by day a limit is honoured")
 def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice respects the memory of a GPU. Weights are a part of this model's memory that
-    placements share out in other ways; a small model has too few, as nearly all its memory is
-    CUDA's own, which no schedule reduces."""
+    """`--pipeline-schedule plan` chooses a schedule that fits into the GPU's memory. The model is
+    large, because placements distribute its weights differently; of a small model nearly all memory
+    is CUDA's own, which no schedule reduces."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     of_1f1b, _ = fullest("1f1b", **WIDE)
@@ -308,8 +314,9 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flag_that_hides_a_better_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice names a flag that hides a better schedule. A flag that only saves time left just
-    whole backward passes, which was slow, and no message said so."""
+    """`--pipeline-schedule plan` names a flag that prevents a better schedule. A flag that only
+    saves some time restricted the choice to whole backward passes, which was slow, and no message
+    said so."""
     shorten_search(monkeypatch)
     _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].traits.splits_backward
@@ -322,8 +329,9 @@ def test_flag_that_hides_a_better_choice_is_named(monkeypatch: pytest.MonkeyPatc
 def test_the_schedule_of_the_command_is_a_candidate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The schedule of the command is a candidate itself. A launch with virtual stages got a slower
-    schedule than its own: no candidate might use more memory than 1F1B, and interleaved does."""
+    """`--pipeline-schedule plan` also considers the schedule that the command has. A launch with
+    virtual stages got a slower schedule than its own: candidates had to use no more memory than
+    1F1B, and interleaved uses more."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-1p")
     stages = WIDE | {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_vocab_parallel": "none"}

@@ -1,4 +1,5 @@
-"""Launch commands as people write them: their beginning, and the parts to ignore."""
+"""Tests of reading launch commands as people write them: launcher, script, flags, and ignored
+words."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
         ("srun -N2 -n16 --gpus-per-task=1 ./x.py", 16),
         ("srun -n 16 --ntasks-per-node=8 bash -c 'cd a && python x.py'", 16),
         ("srun -n '$N' python x.py", None),
-        ("srun -N 2 python x.py", None),  # sbatch's own lines may say more
+        ("srun -N 2 python x.py", None),  # lines of sbatch may say more
         ("srun -N 2-4 --ntasks-per-node 8 python x.py", None),
         ("salloc -N 2 --ntasks-per-node 8 srun python x.py", 16),
         ("srun -n 16 apptainer exec --nv image.sif python x.py", 16),
@@ -103,7 +104,7 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
         ("mpirun -np 512 --npernode 8 python x.py", 512),
         ("mpiexec.hydra -n 16 -ppn 8 python x.py", 16),
         ("mpirun --bind-to none -n 16 -x A python -m mine", 16),
-        ("mpirun --npernode 8 python x.py", None),  # on as many nodes as there are
+        ("mpirun --npernode 8 python x.py", None),  # the number of nodes is unknown
         ("accelerate launch --num_processes 16 --num_machines 2 x.py --a", 16),
         ("accelerate launch --config_file a.yaml x.py", None),
         ("accelerate launch --num-processes=16 -m megatron_ext x.py", 16),
@@ -115,8 +116,8 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
     ],
 )
 def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
-    """The number of ranks comes from the launcher. srun's number of tasks was ignored, and one
-    replica assumed; mpirun, accelerate and deepspeed were unknown."""
+    """The number of ranks is read from the launcher's options. srun's number of tasks was ignored,
+    and one replica was assumed; mpirun, accelerate and deepspeed were unknown."""
     launch = read_launch(shlex.split(command))
     assert launch.world_size == ranks
     assert launch.script in ("x.py", "./x.py", "mine")
@@ -139,8 +140,8 @@ def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
 def test_variables_that_a_launcher_sets(
     command: str, environment: dict[str, str], ignored: str
 ) -> None:
-    """Variables that a launcher sets count. mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was ignored,
-    and doctor said that the variable is not set."""
+    """Variables that a launcher sets are read. mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was
+    ignored, and doctor said that the variable is not set."""
     launch = read_launch(shlex.split(command))
     assert launch.environment == environment
     programs = {"mpirun", "docker", "run", "apptainer", "exec"}
@@ -150,8 +151,9 @@ def test_variables_that_a_launcher_sets(
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
 def test_a_flag_before_the_script(launcher: str) -> None:
-    """A flag of ours before the script is an error. It was ignored, and the rest of the command was
-    judged as Megatron's own pipeline; a launch said that there is no such option."""
+    """A flag of megatron_ext before the script is an error that says where to write it. It was
+    ignored, and the rest of the command was judged as Megatron's own pipeline; the launch itself
+    said that there is no such option."""
     words = shlex.split(f"{launcher} -m megatron_ext --pipeline-schedule zb-h1 x.py --a 1")
     with pytest.raises(ValueError) as error:
         read_launch(words)
@@ -184,8 +186,8 @@ def test_what_is_no_launch_command(command: str, text: str) -> None:
     ],
 )
 def test_words_that_only_the_shell_knows(command: str) -> None:
-    """Words that only the shell can expand are named. A variable was taken for the script, and
-    Megatron missed the sizes that the variable holds."""
+    """A launch command is refused if a word starts with a shell variable, which only the shell can
+    expand. The variable was taken for the script, and Megatron missed the sizes that it holds."""
     with pytest.raises(ValueError, match=r"^\$.* is a variable that only the shell can expand: g"):
         read_launch(command.split())
 

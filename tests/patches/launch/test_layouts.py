@@ -1,4 +1,5 @@
-"""Layouts of a launch command: what they gain, and that Megatron takes what is written for them."""
+"""Tests of layouts that `plan` proposes for a launch command: their gains, and that Megatron
+accepts them."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def _laid_out(read: ParsedLaunch) -> tuple[LayoutComparison, tuple[Written, ...]
 
 @functools.cache
 def laid_out(name: str) -> tuple[LayoutComparison, tuple[Written, ...]]:
-    """Other layouts of a launch, and what is written for each."""
+    """Return the compared layouts of a launch, and the flags that are written for each."""
     launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -128,7 +129,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LAUNCHES if n not in BY_DAY))])
 def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's validation, its model's config and our checks accept the layout that a plan writes
+    """Megatron's validation, its model config and our checks accept the layouts that `plan` writes
     for a launch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made, all_written = laid_out(name)
@@ -146,9 +147,9 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
 
 
 def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None:
-    """A plan compares a launch by the place that its layout gives multi-token prediction. A launch
-    with multi-token prediction before the last stage was compared as if it were on the last stage,
-    with other bytes and seconds than the launch has."""
+    """`plan` estimates a launch with multi-token prediction on the stage that its layout names. A
+    launch with multi-token prediction before the last stage was estimated as if it were on the last
+    one, with wrong bytes and seconds."""
     name = "depths before the loss"
     made, all_written = laid_out(name)
     assert made.baseline.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
@@ -167,8 +168,9 @@ def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None
 
 
 def test_deepseek_v3_on_16_ranks_is_even_with_multi_token_prediction_apart() -> None:
-    """With the output layer on one stage, multi-token prediction makes the last rank of a V 17 %
-    slower than the mean."""
+    """`plan` finds an even layout for DeepSeek-V3 on 16 ranks if multi-token prediction is separate
+    from the output layer. With the two on one stage, the last rank of a V is 17 % slower than the
+    mean."""
     text = (ROOT / "docs" / "planning.md").read_text()
     flags = dict(re.findall(r'^(DEEPSEEK|RUN)="([^"]*)"', text, re.MULTILINE))
     words = f"{flags['DEEPSEEK']} {flags['RUN']} --pipeline-model-parallel-size 16".split()
@@ -198,8 +200,8 @@ def test_deepseek_v3_on_16_ranks_is_even_with_multi_token_prediction_apart() -> 
 
 
 def test_recompute_is_chosen_beside_the_layout() -> None:
-    """A plan chooses recompute together with the layout: a small model needs none of what its
-    launch recomputes."""
+    """`plan` chooses recompute together with the layout. The launch recomputes everything, and its
+    small model needs no recompute."""
     made, all_written = laid_out("full recompute")
     assert str(made.baseline.recompute) == "full"
     assert {str(other.recompute) for other in made.others.values()} == {"none"}
@@ -210,8 +212,8 @@ def test_recompute_is_chosen_beside_the_layout() -> None:
 
 
 def test_what_the_launch_cannot_recompute_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron refuses recompute of experts' activations without grouped products, and full
-    recompute together with the overlap of experts' messages."""
+    """`plan` proposes no recompute that Megatron refuses: of experts' activations without grouped
+    GEMMs, or full recompute together with the overlap of experts' messages."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def options(**flags: object) -> list[str]:

@@ -1,4 +1,5 @@
-"""`plan` and `doctor` read a launch from the arguments that Megatron has printed in a log."""
+"""Tests of `plan` and `doctor` on a log: they read a launch from the arguments that Megatron
+printed in it."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 
 
 def block(*entries: str, **values: object) -> str:
-    """A block as Megatron prints it."""
+    """Return a block of arguments as Megatron prints it."""
     values = {"world_size": 8, "num_layers": 4} | values
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     return "\n".join([BEGIN, *lines, *entries, END, ""])
@@ -95,7 +96,7 @@ def block(*entries: str, **values: object) -> str:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node, whatever the machine of the test has."""
+    """Emulate a login node without a GPU, whatever the machine of the test has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -107,7 +108,7 @@ def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
 
 
 def printed(words: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """The block that Megatron's own code prints of a training."""
+    """Return the block of arguments that Megatron's own code prints of a training."""
     args = validated(tuple(words), ranks)
     capsys.readouterr()
     arguments._print_args("arguments", megatron_arguments.SimpleNamespace(**args))
@@ -123,9 +124,9 @@ def test_flags_of_printed_arguments_give_them_again(
     unparsed = unparse(read_log(block.splitlines()).arguments)
     assert unparsed.differences == () and unparsed.unknown == ()
     again, first = validated(unparsed.words, 16), validated(tuple(words), 16)
-    told = "_is_global_batch_size_explicitly_specified"  # it is written now
+    told = "_is_global_batch_size_explicitly_specified"  # the flag is written explicitly now
     assert {**again, told: None, "rank": 0} == {**first, told: None, "rank": 0}
-    assert len(unparsed.words) <= len(words) + 15, unparsed.words  # no defaults
+    assert len(unparsed.words) <= len(words) + 15, unparsed.words  # defaults are not written
 
 
 def log_of(lines: str, tmp_path: Path) -> Path:
@@ -215,8 +216,9 @@ PROGRAM = "open('HAS_RUN', 'w').close()"
 def test_a_log_runs_no_schedule(
     setting: str, text: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan of a log does not run the schedule that the log names. A Python file was executed: a
-    log is data, which anybody may have written."""
+    """Reading a log does not run a Python schedule that the log names; `plan` and `doctor` say
+    how to write the flag. The file was executed, although a log is data that anybody may have
+    written."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine.py", "my own .py", "[mine .py", "[mine.py"):
         (tmp_path / name).write_text(PROGRAM)
@@ -230,8 +232,8 @@ def test_a_log_runs_no_schedule(
 def test_the_command_line_names_a_logs_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line may name a schedule for a log's training. The log itself cannot, so flags of
-    ours that follow the log count in place of its own."""
+    """Flags of ours after the log's name count in place of those in the log, so the user can name a
+    Python schedule that the log cannot."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(PROGRAM)
     values = {"pipeline_schedule": "other.py", "pipeline_memory_limit": "0.5x"}
@@ -248,8 +250,8 @@ def test_the_command_line_names_a_logs_schedule(
 
 
 def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
-    """A list in a log cannot add flags. Items of a list became words of the command line, and so
-    flags, for example of a schedule that is a program."""
+    """A list in a log is refused if an item would be read as a flag. Items became words of the
+    command line, and so could add a flag, for example a schedule that is a program."""
     for items in (["a", "--pipeline-schedule", "mine.py"], ["-h"], ["1", "--"]):
         with pytest.raises(ValueError, match="cannot be read as a list"):
             launch_from_log(log_of(block(data_path=items), tmp_path))
@@ -260,7 +262,7 @@ def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
 def test_a_log_imports_nothing_that_lies_around(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Reading a log imports nothing from the working directory. The directory stood first on the
+    """Reading a log imports no module of the working directory. That directory came first on the
     module path, as for a launch command, whose ranks import from there."""
     evil = "raise SystemExit('code of the working directory runs')"
     for module in ("megatron/core/__init__.py", "layers.py", "wandb.py", "apex.py", "numba.py"):
@@ -277,8 +279,8 @@ def test_a_log_imports_nothing_that_lies_around(
 def test_a_log_may_be_larger_than_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A log may be larger than memory. A line without an end was read whole, and the blocks of all
-    starts were stored."""
+    """`doctor` reads a log that is larger than memory. A line without an end was read whole, and
+    the argument blocks of all starts in the log were stored."""
     text = printed(model_flags(**LARGE), 16, capsys)
     path = tmp_path / "train.log"
     with path.open("w") as log:
@@ -298,8 +300,8 @@ def test_a_log_may_be_larger_than_memory(
     ["[9**9**9]", "[1]*999999999", "([0]*9999)*9999", "([0]*3", "[1](2)", "[" * 500, "[1.5]"],
 )
 def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
-    """A list in a log that takes long to evaluate is refused. Megatron evaluates its lists as
-    Python: a power took all memory, and a value that is no list ended in a traceback."""
+    """A list in a flag or a log is refused if evaluating it would take long. Megatron evaluates its
+    lists as Python: a power took all memory, and a value that is no list ended in a traceback."""
     for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
         with pytest.raises(ValueError, match=r"argument --.*-freq: .* does not give a list"):
             megatron_arguments.parse_arguments(words)
@@ -320,8 +322,8 @@ def test_a_list_of_megatrons_is_what_megatron_makes_of_it() -> None:
 def test_a_log_runs_no_code_of_a_tokenizer(
     is_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a log runs no code of a tokenizer. A tokenizer that a log names ran code of its own
-    if the log trusts it."""
+    """Reading a log runs no code of a tokenizer (trust_remote_code). A tokenizer that a log names
+    ran its own code if the log trusts it."""
     allowed = []
 
     def build(args: Any) -> None:
@@ -348,8 +350,8 @@ def test_a_log_that_cannot_be_taken_ends_the_command(command: str, tmp_path: Pat
 
 
 def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
-    """The vocabulary of a log comes from the line about the tokenizer, since Megatron knows it only
-    after it has printed the arguments."""
+    """The size of the vocabulary is read from the log's line about the tokenizer, because Megatron
+    knows the size only after it has printed the arguments."""
     told = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     words = launch_from_log(log_of(f"{block()}{told}\n", tmp_path)).arguments
     assert words[-2:] == ("--padded-vocab-size", "50304")
@@ -360,9 +362,9 @@ def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
 def test_a_name_that_is_a_flag_today_is_taken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """An old name in a log that is a flag today is taken over. Older versions print norm_epsilon,
-    which was ignored, so the written command trained another model. Today its flag is
-    --norm-epsilon, of layernorm_epsilon."""
+    """An argument in a log whose name is a flag today is written as that flag. Older versions print
+    norm_epsilon, which was ignored, so the written command trained another model. Today
+    --norm-epsilon sets layernorm_epsilon."""
     names = {"hidden_size": "64", "norm_epsilon": "1e-06", "no_such_name": "3"}
     words = unparsed_flags(names)
     assert words[words.index("--norm-epsilon") + 1] == "1e-06"
@@ -408,13 +410,13 @@ def test_figures_of_a_log() -> None:
 def test_a_plan_compares_its_estimate_with_the_log(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan compares its estimate with the log. The log said 423 s a step and 58.9 GiB, the plan
-    165 s, and the plan did not mention the log's figures."""
+    """`plan` compares its estimate with the step time and memory in the log. The log had 423 s a
+    step and 58.9 GiB, the plan said 165 s, and did not mention the log's figures."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
     text = printed(model_flags(**LARGE), 8, capsys)
-    text = re.sub(r"  eval_interval .*\n", "", text)  # a log that was shortened
+    text = re.sub(r"  eval_interval .*\n", "", text)  # as in a log that was shortened
     measured = ITERATION.format(2, "ms", 4230.0) + MEMORY.format(4, 600, 700)
     path = log_of(text + measured, tmp_path)
     result = CliRunner().invoke(app, ["plan", "--gpu", "mi300x", str(path)])
@@ -432,8 +434,8 @@ def test_a_plan_compares_its_estimate_with_the_log(
 def test_arguments_that_flags_do_not_give_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A plan of a log names arguments that no flags give. This log is from another Megatron: it has
-    an unknown name, and another derived value."""
+    """`plan` of a log names arguments that flags cannot reproduce. This log is from another
+    Megatron: it has an unknown argument, and another derived value."""
     text = printed(model_flags(global_batch_size=16), 8, capsys)
     dots = "." * (48 - len("data_parallel_size"))
     assert f"  data_parallel_size {dots} 8\n" in text
@@ -449,7 +451,8 @@ def test_arguments_that_flags_do_not_give_are_told(
 def test_a_training_is_checked_by_its_log(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The log of a real training gives the same arguments as its launch command."""
+    """A launch that is read from the log of a real training has the arguments of its launch
+    command."""
     sizes = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
     words = model_flags(**sizes, train_iters=1, transformer_impl="local")
     capfd.readouterr()
@@ -490,7 +493,8 @@ def test_a_log_is_planned_as_its_launch_command(
         "the log names the GPU: h200",
     ]
     *others, missing = expected.pop("remarks")
-    assert remarks[2:] == others and "not on this machine" in missing  # a log has no script
+    # a log does not tell the script
+    assert remarks[2:] == others and "not on this machine" in missing
     assert expected.pop("command").startswith("torchrun --nnodes 2 ")
     assert found.pop("command").startswith("-m megatron_ext pretrain_gpt.py ")
     assert found == expected

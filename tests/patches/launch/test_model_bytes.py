@@ -1,4 +1,5 @@
-"""Parameters, gradients and optimizer states of each rank, to the byte those that Megatron holds.
+"""Tests that the bytes of parameters, gradients and optimizer states on each rank are exactly
+Megatron's.
 
 Megatron builds its models on the meta device, with groups that have no other processes.
 """
@@ -153,7 +154,8 @@ def validated(parsed: megatron_arguments.ParsedArguments, world_size: int, token
 
 
 def assert_to_the_byte(args: Any) -> None:
-    """By stage the parameters, in Megatron's order; by rank the bytes."""
+    """Assert that each stage's parameters, in Megatron's order, and each rank's bytes equal the
+    estimate."""
     chunks = args.virtual_pipeline_model_parallel_size
     spec = "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
     placement = choose(spec).place(args.pipeline_model_parallel_size)
@@ -185,9 +187,9 @@ def test_to_the_byte(name: str) -> None:
 
 
 def test_models_leave_no_streams_behind() -> None:
-    """Models leave no mocked streams behind. Megatron's classes store a stream for all later models
-    of the process. A test's mocks stayed there, and disturbed trainings on emulated streams that
-    were forked later."""
+    """Building models on the meta device leaves no mocked streams in Megatron's classes, which
+    store a stream for all later models of the process. Mocks of a test stayed there, and disturbed
+    trainings on emulated streams that were forked later."""
     flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
     args = validated(megatron_arguments.parse_arguments(model_flags(**flags)), 8, 1000)
     with meta_models.fake_ranks(args, 0):
@@ -196,7 +198,7 @@ def test_models_leave_no_streams_behind() -> None:
     assert SharedExpertMLP.stream is None
 
 
-# Real dimensions, on so many pipeline, tensor- and expert-parallel ranks.
+# Models of real dimensions, with their pipeline, tensor- and expert-parallel ranks.
 REAL = {
     "meta-llama/Meta-Llama-3-70B": (4, 4, 1),
     "meta-llama/Meta-Llama-3.1-405B": (6, 8, 1),

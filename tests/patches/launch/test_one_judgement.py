@@ -1,7 +1,8 @@
-"""Doctor, and plan of the command as it stands, judge a launch command alike.
+"""Tests that `doctor`, and `plan` of the given command, come to the same results for a launch
+command.
 
-They did so by code of their own, and contradicted each other: plan dropped a divided vocabulary, a
-group of microbatches and a batch that grows, and gave a time to commands that doctor refused.
+Each had code of its own, and they contradicted each other: plan dropped a split vocabulary, a group
+of microbatches and a batch that grows, and gave a time to commands that doctor refused.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _like(
     batch: int,
     experts: int = 0,
 ) -> Flags:
-    """Flags of a public model: Llama's, GPT-3's, Mixtral's, Qwen's, and so on."""
+    """Return flags with the sizes of a public model, such as Llama's, GPT-3's, Mixtral's or
+    Qwen's."""
     flags: Flags = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -117,7 +119,7 @@ def _like(
     return flags
 
 
-# Each has its ranks first.
+# Each entry is a number of ranks and flags.
 BY_DAY: list[tuple[int, Flags]] = [
     (4, _of()),
     (8, _of(step_batch_size_schedule="0:16 64K:64", global_batch_size=None, train_iters=100)),
@@ -142,7 +144,7 @@ BY_DAY: list[tuple[int, Flags]] = [
 ]
 
 
-# Further ones, at night: each setting of ours that has a value, those of Megatron's that change
+# Further commands at night: our settings that have a value, Megatron's settings that change
 # microbatches, layout, precision or memory, and sizes of public recipes.
 RECIPES: list[tuple[int, Flags]] = [
     (64, _like(32, 4096, 32, 8192, 128256, tp=4, pp=4, ffn=14336, groups=8, batch=128)),
@@ -234,7 +236,7 @@ _AT_NIGHT: list[tuple[int, Flags]] = [
 
 @dataclass(frozen=True)
 class Answer:
-    """Judgement of a command: reasons why it cannot run, or its figures."""
+    """Result for a command: the reasons why it cannot run, or its figures."""
 
     whys: tuple[str, ...] = ()
     microbatches: int = 0
@@ -274,7 +276,7 @@ def by_doctor(launch: Launch) -> Answer:
 
 
 def by_plan(request: LaunchRequest) -> Answer:
-    """Return the judgement of plan on a command as it stands."""
+    """Return plan's result for a command as it is given."""
 
     def now(parsed: ParsedLaunch) -> Answer:
         job, nothing = launch_job_of(request, parsed), Plan((), {})
@@ -302,9 +304,9 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("ranks", "flags"), [*BY_DAY, *(_AT_NIGHT if IS_NIGHT else ())], ids=str)
 def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> None:
-    """Plan and doctor agree on a command: microbatches, bubble and bytes of every rank are the same
-    to the last digit. If doctor refuses a command, plan gives it no time, for one of doctor's
-    reasons."""
+    """`plan` and `doctor` give the same number of microbatches, bubble, and bytes of every rank for
+    a command, to the last digit. If doctor refuses the command, plan gives no time, for one of
+    doctor's reasons."""
     launch = launch_of(ranks, flags)
     doctors, plans = by_doctor(launch), plan_of(launch)
     if not doctors.whys:
@@ -315,7 +317,8 @@ def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> No
 
 
 def test_a_misspelt_flag_gets_no_time() -> None:
-    """Plan ignored a misspelt flag, and timed another training than the one that was meant."""
+    """`plan` gives no time for a command with a misspelt flag, and names the right one. It ignored
+    the flag, and timed another training than the one that was meant."""
     launch = launch_of_words(4, [*model_flags(**_MODEL), "--recompute-granularty", "full"])
     (why,) = by_doctor(launch).whys
     assert why == "there is no flag --recompute-granularty"
@@ -326,8 +329,8 @@ def test_a_misspelt_flag_gets_no_time() -> None:
 
 
 def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan counts flags of ours or remarks on them. It gave a time without a remark to a command
-    that lacks ``-m megatron_ext``, which the command that it writes has, and to a command whose
+    """`plan` counts our settings wherever they are given, or remarks on them. Without a remark it
+    gave a time to a command that lacks ``-m megatron_ext``, and to a command whose environment
     variables name another schedule."""
     launch = launch_of(4, _ours("zb-v"))
     without = replace(launch, installs=False)
@@ -349,8 +352,8 @@ def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_files_of_the_cluster_need_not_be_here() -> None:
-    """Plan only names files of the cluster that are not on this machine. Doctor, which checks a
-    launch on this machine, calls absent files wrong."""
+    """`plan` accepts a command with files of the cluster that are not on this machine, and names
+    them. `doctor`, which checks a launch on this machine, calls missing files wrong."""
     flags = model_flags(**_MODEL, mock_data=None, data_path="/cluster/books_text_document")
     launch = replace(launch_of_words(4, flags), script="/cluster/pretrain_gpt.py")
     wrong = {
@@ -368,8 +371,8 @@ def test_files_of_the_cluster_need_not_be_here() -> None:
 
 
 def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
-    """A command gets one answer in all its forms: as flags and values, as --flag=value, in another
-    order, as a file of arguments, and as the log of its start."""
+    """`plan` gives the same result for a command in all its forms: flags and values, --flag=value,
+    another order of flags, a file of arguments, and the log of its start."""
     launch = launch_of(8, {"tensor_model_parallel_size": 2})
     expected = plan_of(launch)
     assert expected.ranks
@@ -427,9 +430,9 @@ PLANNED: list[tuple[int, Flags]] = [
 def test_plan_keeps_what_it_wrote(
     ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of a command that a plan wrote changes nothing. It gave other seconds and bytes than
-    the verdict, and promised a gain that was taken already. Searches are bounded by effort, not by
-    the clock."""
+    """`plan` of a command that `plan` wrote changes nothing. The second plan gave other seconds and
+    bytes than the first verdict, and promised a gain that the command already has. Searches end
+    after a fixed effort here, not by the clock."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
     check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
@@ -442,8 +445,8 @@ _KEEPS = re.compile(
 
 
 def check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
-    """The second plan says the seconds and bytes of the first verdict, and keeps it; what saves up
-    to 2 % is named with the reason why it is not taken."""
+    """Assert that a second plan has the seconds and bytes of the first verdict and keeps its
+    command. A saving of up to 2 % is named with the reason why it is not taken."""
     first = plan_launch(LaunchRequest(launch, gpu=parse_gpu(GPU)))
     verdict = first.verdict
     assert verdict.taken is not None
@@ -463,9 +466,9 @@ def check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
 def test_a_costs_file_has_one_bubble_and_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A costs file gives one bubble and one step time in all commands. simulate put the output
-    layer's weight gradient into W, though a launch without a limit computes it in I: 15.8 % for
-    doctor's 16.5. plan printed a file's seconds without their unit."""
+    """All commands give one bubble and one step time for a costs file. `simulate` computed the
+    output layer's weight gradient in W, although a launch without a memory limit computes it in I:
+    a bubble of 15.8 % against doctor's 16.5 %. `plan` printed the file's seconds without a unit."""
     flags = {"num_layers": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     path = tmp_path / "costs.json"
 

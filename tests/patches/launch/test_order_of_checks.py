@@ -1,8 +1,9 @@
-"""Doctor, plan and the launch refuse a command with the same sentence, in the same order.
+"""Tests that `doctor`, `plan` and the launch refuse a command with the same sentence, in the same
+order of checks.
 
-The launch had an order of its own: of a command with two mistakes it named another one first. And
-only the launch switched off what a schedule implements, and offloaded in place of Megatron: doctor
-and plan refused such commands.
+The launch had an order of its own, and named another mistake of a command with two. Only the launch
+switched off settings that a schedule handles, and offloaded in place of Megatron: doctor and plan
+refused such commands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.helpers.combinations import at_night
 from tests.patches.launch.test_one_judgement import Flags, by_doctor, launch_of, plan_of
 
 RANKS = 8
-# By subject of doctor's report, in order: flags that are wrong, and a word of the reason.
+# Mistakes in the order of doctor's report: its subject, wrong flags, and words of the reason.
 MISTAKES: tuple[tuple[str, Flags, str], ...] = (
     ("counts", {"micro_batch_size": 0}, "--micro-batch-size 0"),
     ("sizes", {"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups 3"),
@@ -40,8 +41,8 @@ MISTAKES: tuple[tuple[str, Flags, str], ...] = (
 
 
 def by_launch(ranks: int, flags: Flags, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the reason for which a rank of the launch ends before any process group exists; "" if
-    it does not."""
+    """Return the reason for which a rank of the launch ends before any process group exists, or
+    ""."""
     words = launch_of(ranks, flags).arguments
     args, config = megatron_arguments.parse_arguments(words).args, from_argv(words)
     args.rank, args.world_size = 0, ranks
@@ -62,7 +63,7 @@ def login_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def commands() -> list[Any]:
-    """Return each mistake with the next one, at night with every later one."""
+    """Return pairs of mistakes: each mistake with the next one, at night with all later ones."""
     pairs = list(combinations(range(len(MISTAKES)), 2))
     by_day = [(first, second) for first, second in pairs if second == first + 1]
     return [*by_day, *at_night(*(pair for pair in pairs if pair not in by_day))]
@@ -79,7 +80,8 @@ def test_the_first_reason_is_the_same(
     first, *_ = by_doctor(launch_of(RANKS, flags)).whys
     assert word in first
     assert plan_of(launch_of(RANKS, flags)).whys == (first,)
-    if subject != "training":  # Megatron checks it after the set-up of the model
+    # Megatron checks the length of the training after the model is set up
+    if subject != "training":
         assert by_launch(RANKS, flags, capsys) == first
 
 
@@ -94,7 +96,8 @@ _OFFLOAD: Flags = {"fine_grained_activation_offloading": True, "offload_modules"
 def test_what_the_schedule_implements_is_accepted(
     flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # which Megatron requires for its own offload
+    # Megatron requires this variable for its own offload
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     ours = {"pipeline_schedule": "zb-v", "transformer_impl": "transformer_engine"}
     flags = ours | flags
     launch = launch_of(RANKS, flags)
@@ -114,7 +117,8 @@ def test_steps_that_cannot_overlap_are_remarked_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Doctor remarks on steps that cannot overlap. Only the launch did."""
+    """`doctor` remarks that steps cannot overlap under --log-interval 1, as the launch does. It did
+    not."""
     told: list[str] = []
     monkeypatch.setattr(arguments.logger, "warning", told.append)
     flags: Flags = {
@@ -130,8 +134,9 @@ def test_steps_that_cannot_overlap_are_remarked_on(
 
 
 def test_a_launch_reads_the_weights_of_samples_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """A launch with an unreadable file of weights ended when it read its data, with a traceback on
-    each rank, although doctor had named the file. Now the launch ends with doctor's sentence."""
+    """A launch with an unreadable file of microbatch weights ends with doctor's sentence before it
+    starts. It ended with a traceback on each rank when it read its data, although doctor had named
+    the file."""
     flags: Flags = {"pipeline_microbatch_order": "small-ends"}
     flags |= {"pipeline_microbatch_weights": "weights.npy"}
     (why,) = by_doctor(launch_of(RANKS, flags)).whys

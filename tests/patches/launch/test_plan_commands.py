@@ -1,7 +1,8 @@
-"""`doctor` accepts the whole command that `plan` prints, wherever it accepts the given one.
+"""Tests that `doctor` accepts the whole command that `plan` prints, if it accepts the given
+command.
 
-Of a change `plan` printed flags alone: without `-m megatron_ext`, which they need, and with flags
-of Megatron's left in the command that do not go with them.
+For a change, `plan` printed only flags: without `-m megatron_ext`, which they need, and it left
+flags of Megatron's in the command that conflict with them.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ PAIRS: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": 2,
     "overlap_moe_expert_parallel_comm": True,
 }
-# Of a launch, and no recipe says them.
+# Flags that a launch command needs and that no recipe contains.
 OF_A_LAUNCH = (
     *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer"),
 )
-SECONDS = 4.0  # CPU seconds of a plan here
-GROUPS = 2  # of microbatches of a recipe's step here, each with one for each rank
-SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
-APART = 17  # places of the list between two recipes that are planned one after the other
-# Who refuses a recipe's own command, by the recipe's name.
+SECONDS = 4.0  # CPU seconds that a plan may take in these tests
+# groups of microbatches in a recipe's step in these tests, each of one microbatch for each rank
+GROUPS = 2
+SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices of a sequence
+APART = 17  # distance in the list between two recipes that are planned one after the other
+# By recipe: whether doctor or Megatron refuses its own command.
 REFUSED = {
     name: who
     for who, name in map(
@@ -81,8 +83,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few alternatives of each kind, without a search; and whatever gains anything is told to be
-    written. The time of a plan is over after few CPU seconds, as it may be for users."""
+    """Let a plan compare few alternatives of each kind without a search, end after few CPU seconds,
+    and write every change that gains anything."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -103,7 +105,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda variant_of, room, specs: make_plan(variant_of, room, specs=SLICED),
     )
     monkeypatch.setattr(plan_command, "planning", functools.partial(planning, SECONDS))
-    # A remark of doctor's, which compares schedules once more.
+    # This remark of doctor's would compare schedules once more.
     monkeypatch.setattr(launch_check, "_say_what_slices_give", lambda *given: None)
     monkeypatch.setattr(verdict, "WORTH", 0.0)
     assert confirmation.verdict_of is verdict.verdict_of
@@ -142,8 +144,8 @@ IN_PAIRS = "--overlap-moe-expert-parallel-comm"
 def test_what_megatron_or_we_would_refuse_is_not_recommended(
     flags: dict[str, Any], written: Written, why: str | None
 ) -> None:
-    """Plan recommends no flags that Megatron or we would refuse. It printed commands for public
-    recipes whose ranks would have ended."""
+    """`plan` recommends no flags that Megatron or we would refuse for this launch. For public
+    recipes it printed commands whose ranks would have ended."""
     words = tuple(model_flags(**(FLAGS | flags)))
     request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4))
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
@@ -171,8 +173,8 @@ def test_what_megatron_or_we_would_refuse_is_not_recommended(
 def test_what_a_file_of_arguments_would_be_refused_with(
     values: dict[str, Any], written: Written, why: str | None
 ) -> None:
-    """Plan refuses the changes that a file of arguments would be refused with. A file has no
-    command to check, so its changes were recommended unchecked."""
+    """`plan` of a file of arguments checks a change by Megatron's validation and our refusals. Such
+    a file has no command that could be checked, so its changes were recommended unchecked."""
     launched = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 5, "lr": 0.01}
     request = LaunchRequest(values={**FLAGS, **launched, **values}, world_size=4)
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
@@ -191,9 +193,11 @@ NO_PLAN = Plan((), {})
 
 
 def _recipes() -> list[str]:
-    """Return the public recipes whose GPU is known: all at night, by day one that is soon planned.
+    """Return the public recipes whose GPU is known: all at night, and by day one that is quickly
+    planned.
 
-    The order spreads neighbours of the list, so that a run that ends early has seen all models.
+    Neighbours of the list are far from each other in this order, so that a run that ends early has
+    seen all models.
     """
     names = [name for name, recipe in _understood().items() if recipe.gpu in GPUS]
     if IS_NIGHT:
@@ -212,8 +216,8 @@ def _understood() -> dict[str, Recipe]:
 
 
 def _batch_of_few(args: Any) -> int:
-    """Return the global batch of ``args``, or that of `GROUPS` groups of microbatches if it has
-    more, with as many microbatches left over: the same flags are refused for both."""
+    """Return the global batch of ``args``, reduced to `GROUPS` groups of microbatches and the same
+    remainder if it has more. Both sizes are refused for the same reasons."""
     at_once = args.micro_batch_size * args.data_parallel_size
     group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
     count, few = args.global_batch_size // at_once, GROUPS * group
@@ -291,7 +295,7 @@ def test_a_command_is_written_anew(before: str, after: str) -> None:
     written = command_with(read_launch(words), ADDED)
     expected = after.replace(" A", f" {left}") + "'" * ("-c '" in after)
     assert written == expected
-    layout = ("--pipeline-model-parallel-layout", "Et|tL")  # a flag of Megatron's
+    layout = ("--pipeline-model-parallel-layout", "Et|tL")  # a flag of Megatron's only
     stock = command_with(read_launch(words), Written(layout, ADDED.dropped))
     assert "zb-v" not in stock and "--pipeline-schedule" not in stock
     assert ("megatron_ext" in stock) is ("megatron_ext" in before)

@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.py with a Megatron that was installed from its wheel."""
+"""Test of scripts/pretrain_gpt.py with a Megatron that was installed from its wheel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "pretrain_gpt.py"
 
 
 def test_helpers_that_are_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled dataset helpers stay. On a GPU a run ended at once: Megatron ran make, and its wheel
-    has no Makefile. The platform without a GPU hid that."""
+    """The script leaves compiled dataset helpers as they are. On a GPU a run ended at its start,
+    because Megatron ran make and its wheel has no Makefile; the platform without a GPU had hidden
+    this."""
     monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
     with pytest.raises(SystemExit):
         utils.compile_helpers()

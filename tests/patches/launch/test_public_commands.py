@@ -1,4 +1,4 @@
-"""Launch commands of public scripts get the right answers of `doctor` and `plan`."""
+"""Tests of the answers of `doctor` and `plan` to launch commands of public scripts."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from tests.helpers.megatron_runs import SCRIPT
 
 _FILE = Path(__file__).with_name("public_commands.txt")
-# Every command names files that are not here: these are right to be missed.
+# Subjects of files that every command names and that are missing here, as doctor must say.
 _FILES = {"datasets", "tokenizer", "checkpoints", "script"}
 
 
 def commands() -> dict[str, str]:
-    """Return the commands of the file by their titles."""
+    """Return the commands in public_commands.txt by their titles."""
     return dict(re.findall(r"^\[(.+)\]\n(.+)$", _FILE.read_text(), re.MULTILINE))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The right answers on a command.
+    """Right answers to a public launch command.
 
     Attributes:
-        ranks: None if the command does not say.
-        wrong: what doctor calls wrong, apart from files that are not here.
-        remark: of flags; None: there is none.
-        unchecked: why it is not checked; "": it is.
-        plan: the facts of its plan, or how plan refuses it.
+        ranks: number of ranks; None if the command does not tell.
+        wrong: findings that doctor calls wrong, except missing files.
+        remark: remark on flags; None if there is none.
+        unchecked: reason why doctor does not check the command; "" if it does.
+        plan: facts of its plan, or plan's refusal.
     """
 
     ranks: int | None
@@ -137,7 +137,8 @@ def test_the_answers_of_doctor_and_plan(title: str, monkeypatch: pytest.MonkeyPa
 
 
 def planned(words: list[str]) -> str:
-    """Return the facts of a plan of the command ``words``, or why there is none."""
+    """Return the facts that a plan of the command ``words`` prints, or the reason why there is no
+    plan."""
     try:
         return with_launch(LaunchRequest(read_launch(words)), lambda parsed: parsed.facts)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Public recipes, with all their settings, checked by every refusal."""
+"""Tests that check public recipes, with all their settings, against every refusal of ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def on_gpus() -> Iterator[None]:
 
 
 def recipe(**more: Any) -> Recipe:
-    """Llama-3 8B on 4 x 2 ranks, with other settings."""
+    """Return a recipe of Llama-3 8B on four pipeline and two tensor-parallel ranks with the
+    settings ``more``."""
     raw = {**read_recipes(RECIPES)[LLAMA], "train.global_batch_size": 16}
     raw |= {f"model.{name}": value for name, value in more.items()}
     return resolve(LLAMA, raw, MODELS)
@@ -67,8 +68,8 @@ DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b
 
 
 def test_a_layout_of_nested_lists_is_accepted() -> None:
-    """A layout of nested lists is accepted: 36 public recipes have one, and were counted as recipes
-    that stock cannot run."""
+    """A recipe with a layout of nested lists is accepted. The 36 public recipes with such a layout
+    were counted as recipes that stock cannot run."""
     raw = read_recipes(RECIPES)[DEEPSEEK]
     assert raw["model.pipeline_model_parallel_layout"].startswith("[['embedding', 'decoder'")
     verdict = judge(resolve(DEEPSEEK, raw, MODELS))
@@ -76,7 +77,8 @@ def test_a_layout_of_nested_lists_is_accepted() -> None:
 
 
 def test_values_that_are_text_reach_megatron() -> None:
-    """Values that are text reach Megatron. ``window_size="[512, 0]"`` ended the script."""
+    """Settings that a recipe has as text are passed to Megatron. ``window_size="[512, 0]"`` ended
+    the script that judges recipes."""
     for text in ("[512, 0]", "(512, 0)", "512"):
         assert judge(recipe(window_size=text)).is_accepted
 
@@ -113,8 +115,9 @@ def test_settings_that_no_recipe_here_has_are_asked_of_all_that_refuses() -> Non
     ],
 )
 def test_layers_that_stock_cannot_divide(settings: dict[str, Any], can_run: bool) -> None:
-    """With eight ranks of four chunks Megatron's validation accepts all of these. Its model then
-    asserts that the layers of a rank split evenly over ranks and chunks."""
+    """A recipe whose layers stock cannot split over eight ranks of four chunks is reported as one
+    that stock cannot run. Megatron's validation accepts all of these settings, and its model later
+    asserts that a rank's layers split evenly over its chunks."""
     llama = recipe(virtual_pipeline_model_parallel_size=4, **settings)
     verdict = judge(replace(llama, gpus=None))
     assert verdict.is_accepted == can_run

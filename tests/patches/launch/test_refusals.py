@@ -1,4 +1,4 @@
-"""Refusals of schedules, compared with docs/compatibility.md."""
+"""Tests of the settings that schedules refuse, compared with docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def who(refusal: RefusedSetting) -> str:
 
 
 def listed(group: RefusalGroup) -> str:
-    """Return the page's table of ``group``: a row for each reason, with the settings that share it.
+    """Return the table of ``group`` in docs/compatibility.md: a row for each reason, with the
+    settings that share it.
 
-    Which schedules refuse is a column unless all do; it is empty in a row that all refuse.
+    A column names the schedules that refuse a setting, unless all do. It is empty in a row that all
+    schedules refuse.
     """
     settings: dict[tuple[str, str], list[str]] = {}
     for refusal in group.refusals:
@@ -81,8 +83,8 @@ LISTS = (["moe"], ["global_aux_loss"])
 
 
 def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
-    """Check that what ``group`` requests refuses the setting of ``refusal``, under a schedule that
-    does not refuse the setting by itself."""
+    """Assert that the features of ``group`` refuse the setting of ``refusal``, under a schedule
+    that does not refuse it by itself."""
     beside = next(given for given in BESIDE if refusal.matters(SimpleNamespace(**given)))
     value = next(value for value in (*LISTS, *VALUES, 0) if _is_unsupported(refusal, value))
     texts, wanted = set(), set()
@@ -115,7 +117,7 @@ def _text(settings: dict[str, object], resolved: ResolvedSpec, group: RefusalGro
 def _is_unsupported(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
-    except TypeError:  # a word where a number is meant
+    except TypeError:  # a word in place of a number
         return False
 
 
@@ -125,7 +127,8 @@ def _is_unsupported(refusal: RefusedSetting, value: object) -> bool:
         (group, refusal)
         for group in REFUSALS
         for refusal in group.refusals
-        # Of the optimizer of a caller's own; of flags every schedule refuses it.
+        # This refusal is for a caller's own optimizer; as a flag, every schedule refuses the
+        # setting.
         if (group.name, refusal.setting) != ("post-validation refusals", "use_megatron_fsdp")
     ],
     ids=lambda given: getattr(given, "name", getattr(given, "setting", None)),
@@ -153,8 +156,8 @@ def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
     ],
 )
 def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> None:
-    """Recompute by the flag and by a file's passes is refused alike; harmless settings are
-    accepted."""
+    """Settings under which passes cannot be recomputed are refused, whether --pipeline-recompute or
+    a schedule file brings the recompute. Harmless settings are accepted."""
     settings = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": None,
@@ -171,7 +174,7 @@ def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> 
             refuse(SimpleNamespace(**settings, **setting), asked, options)
         harmless = {
             "recompute_granularity": "selective",
-            "fp8_recipe": "delayed",  # Megatron's default, without FP8
+            "fp8_recipe": "delayed",  # Megatron's default, which has no effect without FP8
             "moe_router_load_balancing_type": "aux_loss",
             "te_rng_tracker": True,
             "hidden_dropout": 0.0,
@@ -225,8 +228,8 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
-    """A divided vocabulary and offload accept context parallelism. They refused it, because it was
-    untried."""
+    """A split vocabulary, offload and post-validation accept context parallelism. They refused it
+    because it was untried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for options in (
@@ -240,8 +243,8 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
-    """Slices refused context parallelism, repeated layers and recomputed experts. Only context
-    parallelism together with repeated layers is refused now."""
+    """Slices of a sequence accept context parallelism, experts and recompute, which they refused
+    together. Refused is only context parallelism with repeated layers of multi-token prediction."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     sliced = ScheduleOptions(slices=Slices(4))
     accepted: dict[str, object] = {
@@ -268,8 +271,8 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
 
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:
-    """A V refused checkpoint formats other than torch_dist even in a run without a checkpoint. Now
-    it refuses them only if the run loads or saves one."""
+    """A V refuses checkpoint formats other than torch_dist only if the run loads or saves a
+    checkpoint. It refused them in every run."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = {**sizes, "transformer_impl": "local", "ckpt_format": "torch"}
     refuse(SimpleNamespace(**settings, load=None, save=None), choose("zb-v"))

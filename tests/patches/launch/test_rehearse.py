@@ -1,6 +1,7 @@
-"""`megatron-ext rehearse`: a launch command prepared, its ranks run one by one, and the report.
+"""Tests of `megatron-ext rehearse`: it prepares a launch command, runs its ranks one by one, and
+reports.
 
-Ranks are run by a stand-in here, which records the passes of the launch command's own program.
+A stand-in runs the ranks here, and records the passes of the launch command's own program.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ FLAGS: dict[str, Any] = {
     "bf16": True,
     "transformer_impl": "local",
 }
-OUTSIDE, BETWEEN = 0.05, 1e-4  # seconds
-FACTOR = 1.1  # of the estimate that the stand-in takes
+OUTSIDE, BETWEEN = 0.05, 1e-4  # seconds outside the passes, and between two passes
+FACTOR = 1.1  # seconds of the stand-in's passes, as a multiple of the estimate
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +72,14 @@ def prepared(tmp_path: Path, schedules: str, ranks: int = 4, **overrides: object
 
 
 def seconds(program: Program, action: Action) -> float:
-    """Return the seconds of a pass: more than estimated, and +-5 % by microbatch."""
+    """Return the seconds that the stand-in gives a pass: 10 % more than estimated, and +-5 % by
+    microbatch."""
     return program.problem.costs.of(action) * (FACTOR + 0.1 * (action.microbatch % 3 - 1) / 2)
 
 
 @dataclass
 class StandIn:
-    """Runs ranks by the programs of ``known``, and keeps the requests."""
+    """Stand-in that runs ranks by the programs of ``known``, and keeps the requests."""
 
     known: Mapping[str, Program]
     stride: int
@@ -147,10 +149,10 @@ def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
     assert [one.schedule for one in report.schedules] == ["1f1b", "zb-h1", "zb-v"]
     assert stock.of_first == 1 and zb_h1.seconds < stock.seconds and zb_v.of_first < 1
     assert stock.seconds == pytest.approx(stock.passes + OUTSIDE)
-    for one in report.schedules:  # the passes take 1.05 to 1.15 of the estimate
+    for one in report.schedules:  # the stand-in's passes take 1.05 to 1.15 of the estimate
         assert 1.0 < one.passes / (one.estimate.seconds - one.estimate.messages) < 1.2
-        assert one.estimate.reductions > 0  # two replicas
-    # Pipeline ranks with equal stages run once, those of the first replica.
+        assert one.estimate.reductions > 0  # two replicas reduce gradients
+    # Of pipeline ranks with equal stages one runs, and only ranks of the first replica run.
     assert [(r.folder.parent.name, r.rank) for r in run.requests] == [
         *(("stock", 2), ("stock", 0), ("stock", 6)),
         *(("zb-h1", 2), ("zb-h1", 0), ("zb-h1", 6)),
@@ -171,12 +173,13 @@ def test_ranks_run_once_more_with_their_messages_on_time(tmp_path: Path) -> None
     for alone, again in zip(run.requests[:3], run.requests[3:6], strict=True):
         assert again.replay is not None
         assert replace(again, replay=None, folder=alone.folder) == alone
-        assert (again.replay.ctas, again.replay.has_blocks) == (32, True)  # within a node
+        # messages stay within a node
+        assert (again.replay.ctas, again.replay.has_blocks) == (32, True)
         assert {len(times) for times in again.replay.moved.values()} == {8}
     for one, figures in zip(report.replays, report.schedules, strict=True):
         assert one.figures.name == figures.name
-        assert one.over_alone == pytest.approx(1)  # the stand-in runs the same passes,
-        assert 0.05 < one.off_end < 1  # and does not wait
+        assert one.over_alone == pytest.approx(1)  # the stand-in runs the same passes in a replay
+        assert 0.05 < one.off_end < 1  # and does not wait for messages
         assert Path(one.figures.costs).exists() and Path(one.figures.trace).exists()
     assert not any("there at once" in text for text in report.not_rehearsed)
 
@@ -198,8 +201,9 @@ def test_a_replay_without_blocks_says_so(tmp_path: Path) -> None:
 
 
 def test_reductions_that_overlap_passes_are_estimated_as_plan_does(tmp_path: Path) -> None:
-    """A rehearsal estimates reductions that overlap passes as plan does. The estimate needs the
-    passes that hide them, and the command ended in an AssertionError."""
+    """`rehearse` estimates gradient reductions that overlap with passes as `plan` does. That
+    estimate needs the passes that hide the reductions, and the command ended in an
+    AssertionError."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     settings = {"use_distributed_optimizer": True, "global_batch_size": 16}
     (bare,) = prepared(tmp_path, "stock", 8, **settings).schedules
@@ -217,14 +221,15 @@ def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
         given = own.arguments
         assert "--mock-data" in given
         assert "--load" not in given and "--data-path" not in given
-    # Ends of a line send in one direction: what the middle has sent is the size of the other.
+    # The first and the last rank of a linear placement send in one direction only; the sizes for
+    # the other direction are those that the middle rank sent.
     assert middle.neighbour is None
     assert first.neighbour == last.neighbour == middle.folder / "record.json"
 
 
 def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
-    """Rehearsed ranks import the Megatron by which the command was judged. A checkout in the
-    script's folder was judged, and an installed wheel ran."""
+    """Rehearsed ranks import the Megatron by which the command was checked. A checkout in the
+    script's folder was checked, and an installed wheel ran."""
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")
     launch = replace(own.launch, environment={"PYTHONPATH": "more"})
@@ -240,8 +245,8 @@ def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
 def test_what_a_search_has_found_travels_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Rehearsed ranks get the schedule that a search has found in a file. Each rank searched once
-    more, for as long as the command itself."""
+    """Rehearsed ranks read the schedule that the search found from a file. Each rank searched
+    again, for as long as the command itself."""
     shorten_search(monkeypatch)
     options = {"vocab_size": 4096, **options}
     made = prepared(tmp_path, "zb-auto v-auto", **options).schedules
@@ -255,8 +260,8 @@ def test_what_a_search_has_found_travels_as_a_file(
 
 
 def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None:
-    """A rehearsed schedule has the chunks of the launch command. Costs for four chunks a rank were
-    given to a schedule of two, and refused."""
+    """A rehearsed schedule has as many chunks a rank as the launch command, if its family allows.
+    Costs for four chunks a rank were given to a schedule with two, and refused."""
     made = prepared(
         *(tmp_path, "stock interleaved-zb"), num_layers=16, num_virtual_stages_per_pipeline_rank=4
     )
@@ -267,9 +272,10 @@ def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None
 def test_variables_in_place_of_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rehearsal refuses our variables in place of flags. Each rank read them, also stock's ranks,
-    and the command did not."""
-    monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")  # no setting
+    """`rehearse` refuses our environment variables and says which flags to write. Each rank read
+    the variables, those of stock's schedule too, and the command did not."""
+    # this variable is no setting of a schedule
+    monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")
     rehearse(own, run.start, print)
@@ -296,14 +302,14 @@ def test_the_costs_file_is_a_profile_of_layers(
     planned = CliRunner().invoke(app, ["plan", *given, "--", *words()])
     assert planned.exit_code == 0, planned.output
     assert str(file) in planned.output
-    # The allocator of the stand-in reserved 4 GiB, of which it allocated 3.
+    # The stand-in's allocator reserved 4 GiB and allocated 3 GiB.
     free = json.loads(planned.stdout)["free"]
     assert (free["reserved"], free["is_modelled"]) == (1 << 30, False)
 
 
 def test_options_of_a_schedule_are_those_of_the_launch_command(tmp_path: Path) -> None:
-    """A rehearsed schedule has the options of the launch command. The costs file of a partitioned
-    vocabulary ended in an assertion."""
+    """A rehearsed schedule has the options of the launch command, such as a split vocabulary. With
+    that option the costs file ended in an assertion."""
     options: dict[str, Any] = {
         "pipeline_schedule": "zb-h1",
         "pipeline_vocab_parallel": 1,
@@ -373,7 +379,8 @@ def test_experts_are_unbalanced_by_megatrons_biased_router(tmp_path: Path) -> No
 
 
 def test_real_values_go_from_class_to_class(tmp_path: Path) -> None:
-    """Ranks of the first stages run first. In a replay all neighbours have run before."""
+    """With real values the ranks of the first stages run first, because later ranks receive what
+    these have sent. In a replay all neighbours have run before."""
     run = stand_in(tmp_path, "stock zb-v")
     own = replace(request(tmp_path, "stock zb-v"), values=PeerValues.REAL, replays=True)
     report = rehearse(own, run.start, print)

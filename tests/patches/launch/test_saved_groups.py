@@ -1,5 +1,5 @@
-"""Entries of a checkpoint, other than tensors, for groups of parameters that global rank 0
-lacks."""
+"""Test of entries of a checkpoint, other than tensors, for parameter groups that are empty on
+global rank 0."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from megatron_ext.patches.megatron.core.optimizer.optimizer.saving import withou
 def test_empty_groups_are_not_saved(
     groups: list[list[str]], is_loading: bool, expected: dict[str, Any]
 ) -> None:
-    """A checkpoint of a V with Muon, or with --decoupled-lr, could not be loaded. On global rank 0
-    the embeddings' group is empty, and lists of other lengths cannot be merged."""
+    """Empty parameter groups are not saved, so that a checkpoint of a V with Muon or --decoupled-lr
+    can be loaded. On global rank 0 of a V the embeddings' group is empty, and lists of other
+    lengths cannot be merged."""
 
     def stock(optimizer: Any, model: Any, is_loading: bool) -> dict[str, Any]:
         return {"fp32_from_fp16_params": groups, "optimizer": {}}

@@ -1,4 +1,4 @@
-"""No flag of Megatron's is taken for one of a secret."""
+"""Tests that secrets are masked in outputs, and that no flag of Megatron's is mistaken for one."""
 
 from __future__ import annotations
 

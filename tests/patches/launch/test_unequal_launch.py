@@ -1,4 +1,5 @@
-"""`megatron-ext plan --lengths FILE -- COMMAND`: the gain of arranging the microbatches."""
+"""Tests of `megatron-ext plan --lengths FILE -- COMMAND`, which tells the gain of arranging the
+microbatches."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PACKED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a login node, and without searches."""
+    """Emulate a login node without a GPU, and compare only zb-v without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only_families(monkeypatch, "zb-v")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
@@ -64,8 +65,8 @@ def test_a_launch_keeps_its_schedule_and_gets_the_flags(tmp_path: Path) -> None:
 
 
 def test_replicas_that_share_experts_are_said(tmp_path: Path) -> None:
-    """A plan says that replicas share experts: each pass waits for the longest of the replicas, so
-    a step takes longer."""
+    """`plan --lengths` says that replicas share experts. Each pass then waits for the longest
+    microbatch among the replicas, so a step takes longer."""
     file = lengths(tmp_path, 4, 16, 16384)
     experts = {
         "num_experts": 4,

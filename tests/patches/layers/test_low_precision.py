@@ -1,10 +1,10 @@
-"""State that Transformer Engine's recipes share between microbatches, under reordered and split
-passes.
+"""Tests of the state that Transformer Engine's FP8 and FP4 recipes share between microbatches,
+under reordered and split passes.
 
-Real layers, recipes and state, kernels by torch (`tests.helpers.quantization_on_cpu`). The passes
-of a rank run one by one, in the order of its row of a program, on data that are the same for every
-order. Each stage is compared with the results of stock's order: outputs, gradients, weights after
-two steps, scales, histories, weights' copies, and all that is read of them, in order.
+Layers, recipes and state are real; kernels are torch's (`tests.helpers.quantization_on_cpu`). The
+passes of a rank run one by one, in the order of its row of a program, on data that do not depend on
+the order. Each stage must equal stock's order in outputs, gradients, weights after two steps,
+scales, histories and copies of weights, and in the sequence in which they are read.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ROWS, WIDTH = 32, 64
 MICROBATCHES = 4
 STEPS = 2
 
-Te = Any  # transformer_engine.pytorch
+Te = Any  # the module transformer_engine.pytorch
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A recipe: its class, and what it is made with."""
+    """Recipe of Transformer Engine: its class, and the options it is created with."""
 
     recipe: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -75,20 +75,20 @@ PRECISIONS = {
 }
 
 
-# ---- A rank's passes
+# ---- the passes of a rank
 
 
 @dataclass
 class Stage:
-    """Results of a stage, and the scales with which its passes have quantised: forward passes,
-    backward passes and evaluations, each in their order."""
+    """Results of a stage, and the scales with which its passes quantized: forward passes, backward
+    passes and evaluations, each in their order."""
 
     made: list[Tensor] = field(default_factory=list)
     read: dict[str, list[tuple[Any, ...]]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Rank:
-    """Runs the passes of one rank's row on its stages, step by step."""
+    """Rank that runs the passes of its row on its stages, step by step."""
 
     def __init__(self, te: Te, row: Sequence[Action], case: Case) -> None:
         self._te = te
@@ -99,7 +99,7 @@ class Rank:
         self.stages: dict[int, Stage] = defaultdict(Stage)
         self._layers = {action.stage: case.layers(te, action.stage) for action in row}
         self._outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._running: tuple[int, str] | None = None  # the stage, its pass
+        self._running: tuple[int, str] | None = None  # the stage and the pass that run
 
     def run(self) -> dict[int, Stage]:
         importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
@@ -117,7 +117,7 @@ class Rank:
         return dict(self.stages)
 
     def _train(self, step: int) -> None:
-        torch.manual_seed(step)  # NVFP4 rounds gradients by chance
+        torch.manual_seed(step)  # NVFP4 rounds gradients randomly
         parameters = {
             number: [parameter for layer in layers for parameter in layer.parameters()]
             for number, layers in self._layers.items()
@@ -146,7 +146,7 @@ class Rank:
             self._outputs[key] = x, y
             made.append(y.detach().clone())
         elif kind is Kind.BACKWARD_WEIGHT:
-            self._running = None  # nothing is quantised
+            self._running = None  # W quantizes nothing
             queue.run(*key)
         else:
             self._running = stage, f"I{microbatch}"
@@ -158,8 +158,8 @@ class Rank:
             made.append(x.grad)
 
     def _forward(self, stage: int, x: Tensor, is_first: bool) -> Tensor:
-        """As a TransformerBlock: delayed scaling has one context for all layers, others have one
-        for each."""
+        """Run the layers as Megatron's TransformerBlock does: in one context for all layers under
+        delayed scaling, in one for each layer under other recipes."""
         whole = self._recipe.delayed()
         with self._autocast() if whole else contextlib.nullcontext():
             for layer in self._layers[stage]:
@@ -168,7 +168,8 @@ class Rank:
         return x
 
     def _layer(self, layer: torch.nn.Module, x: Tensor, is_first: bool) -> Tensor:
-        firsts = itertools.chain([is_first], itertools.repeat(False))  # a recompute is none
+        # a recomputed run is not the first
+        firsts = itertools.chain([is_first], itertools.repeat(False))
 
         def forward(x: Tensor) -> Tensor:
             made: Tensor = layer(x, *splits_of(layer), is_first_microbatch=next(firsts))
@@ -193,13 +194,15 @@ class Rank:
         assert self._running is not None, "a W pass quantises"
         stage, running = self._running
         kind = type(quantizer).__name__
-        scale = quantizer.scale.item() if kind == "Float8Quantizer" else None  # of the others: none
+        # other quantizers have no scale
+        scale = quantizer.scale.item() if kind == "Float8Quantizer" else None
         event = (kind, *tensor.shape, scale)
         self.stages[stage].read[running[0]].append((running, *event))
 
 
 def _stepped(parameter: Any) -> Tensor:
-    """A step of plain gradient descent; the gradient of a bias or of a norm is in ``.grad``."""
+    """Make a step of plain gradient descent. The gradient of a bias or of a norm is in
+    ``.grad``."""
     gradient = parameter.main_grad if parameter.grad is None else parameter.grad
     with torch.no_grad():
         parameter.sub_(1e-3 * gradient)
@@ -227,7 +230,8 @@ def splits_of(layer: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def data(stage: int, microbatch: int, step: int) -> tuple[Tensor, Tensor]:
-    """x and dy, the same in every order of passes, and larger and smaller from one to the next."""
+    """Return x and dy, which are the same in every order of passes, and differ in size between
+    microbatches."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * stage + microbatch)
     x, dy = (torch.randn(ROWS, WIDTH, generator=generator) for _ in "12")
     size = 1 + 5 * ((2 * microbatch + stage) % 3)
@@ -235,14 +239,14 @@ def data(stage: int, microbatch: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _state(layer: Any) -> list[Tensor]:
-    """Scales and amax histories, and the copies of weights that are kept."""
+    """Return scales and amax histories of a layer, and its stored copies of weights."""
     states = [layer.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd")]
     named = [getattr(s, name, None) for s in states for name in ("scale", "amax_history")]
     copies = [quantization.operand(kept, True) for kept in layer._fp8_workspaces.values()]
     return [tensor.clone() for tensor in (*named, *copies) if tensor is not None]
 
 
-# ---- Comparisons
+# ---- comparisons with stock's order
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,7 @@ def rows(schedule: str, ranks: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def run(te: Te, case: Case, schedule: str, ranks: int) -> dict[int, Stage]:
-    """The stages of all ranks of ``schedule``."""
+    """Return the results of all stages under ``schedule``."""
     made: dict[int, Stage] = {}
     for row in rows(schedule, ranks):
         made |= Rank(te, row, case).run()
@@ -270,13 +274,14 @@ def run(te: Te, case: Case, schedule: str, ranks: int) -> dict[int, Stage]:
 
 
 LINE = (("zb-h1", 2), ("1f1b", 2))
-AHEAD = (("zb-2p", 2), ("1f1b", 2))  # F and I in another order than stock's
+AHEAD = (("zb-2p", 2), ("1f1b", 2))  # zb-2p has another order of F and I than stock
 LOOP = (("interleaved-zb", 2), ("interleaved", 2))
 V = (("zb-v", 2), ("1f1b", 4))
 
 
 def is_stocks(te: Te, case: Case, pair: tuple[tuple[str, int], tuple[str, int]]) -> bool:
-    """Whether a schedule's stages are those of another, which stands for Megatron's."""
+    """Return whether all stages of the first schedule equal those of the second, which stands for
+    Megatron's."""
     ours, stock = (run(te, case, *schedule) for schedule in pair)
     assert ours.keys() == stock.keys()
     alike = True
@@ -300,7 +305,8 @@ NIGHTLY: set[str] = set()
 def case_for(
     *names: str, nightly: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let ``function(te, precision)`` run for the precisions of these names, some at night."""
+    """Register ``function(te, precision)`` as cases for the named precisions, those in ``nightly``
+    at night."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for name in (*names, *nightly):
@@ -335,22 +341,24 @@ def a_v_beside_a_line(te: Te, name: str) -> None:
 
 @case_for("delayed")
 def a_v_beside_a_line_until_an_evaluation(te: Te, name: str) -> None:
-    """An evaluation leaves its amaxes: the next forward pass on the rank, of any of its stages,
-    computes scales from them. The first pass of the other stage then has these scales already."""
+    """A V equals stock under delayed scaling until an evaluation runs. The evaluation leaves its
+    amaxes, and the next forward pass on the rank, of either of its stages, computes scales from
+    them; the first pass of the other stage then has these scales already."""
     assert is_stocks(te, Case(PRECISIONS[name]), V)
     assert not is_stocks(te, Case(PRECISIONS[name], evaluates=True), V)
 
 
 @case_for("delayed, max")
 def a_v_s_history_is_of_all_its_passes(te: Te, name: str) -> None:
-    """A history's length is counted in passes of the rank."""
+    """A V differs from stock if scales depend on a history of amaxes, because the length of that
+    history is counted in passes of the rank, which has two stages on a V."""
     assert not is_stocks(te, Case(PRECISIONS[name]), V)
 
 
 @case_for("nvfp4")
 def a_v_rounds_by_other_chances(te: Te, name: str) -> None:
-    """Random numbers of stochastic rounding are drawn in the order of the rank's backward passes,
-    which is another one on a V."""
+    """A V differs from stock under NVFP4 with stochastic rounding, whose random numbers are drawn
+    in the order of the rank's backward passes. With rounding to nearest a V equals stock."""
     assert not is_stocks(te, Case(PRECISIONS[name]), V)
     nearest = dataclasses.replace(PRECISIONS[name], options={"disable_stochastic_rounding": True})
     assert is_stocks(te, Case(nearest), V)
@@ -364,8 +372,8 @@ def a_recompute_leaves_scales_alone(te: Te, name: str) -> None:
 
 @case_for("delayed, max")
 def a_recompute_is_a_pass_of_the_history(te: Te, name: str) -> None:
-    """A recomputed forward pass advances the history of the forward passes, so the order of F and I
-    counts."""
+    """A recomputed forward pass advances the amax history of the forward passes. So with recompute
+    a schedule equals stock only if F and I have stock's order."""
     case = Case(PRECISIONS[name], recomputes=True)
     assert is_stocks(te, Case(PRECISIONS[name]), AHEAD)
     assert not is_stocks(te, case, AHEAD)
@@ -377,12 +385,13 @@ def experts_are_stocks(te: Te, name: str) -> None:
     assert is_stocks(te, Case(PRECISIONS[name], layers=experts), LINE)
 
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)  # whose GEMMs want FP8 transposed, or not
+# compute capabilities: GEMMs of Hopper require transposed FP8 operands, those of Blackwell do not
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 @functools.cache
 def outcomes(version: str, capability: tuple[int, int]) -> dict[str, str]:
-    """How each case ended: an empty text, or the traceback."""
+    """Return how each case ended, by its name: an empty text, or the traceback."""
     folder = on_cpu.fetch(version)
 
     def on_rank(rank: int) -> dict[str, str]:
@@ -411,7 +420,7 @@ def _outcome(check: Callable[[Te], None], te: Te) -> str:
 
 
 PLACEMENTS = {"one_stage": "line", "experts": "line", "a_loop": "loop", "a_v": "v"}
-PUBLIC = {  # as public recipes name them
+PUBLIC = {  # names of the recipes in public configurations
     "delayed": "fp8_delayed",
     "tensorwise": "fp8_cs",
     "blockwise": "fp8_sc",
@@ -421,8 +430,8 @@ PUBLIC = {  # as public recipes name them
 
 
 def marks(case: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of ``case``, a name in `CASES`: night or day, and the public recipes that it
-    covers."""
+    """Return the marks of ``case``, a name in `CASES`: whether it runs at night, and the public
+    recipes that it covers."""
     function, _, precision = case.partition("-")
     marks = [nightly("of these recipes no pass reads what another has left")] * (case in NIGHTLY)
     placements = tuple(kind for word, kind in PLACEMENTS.items() if function.startswith(word))
@@ -449,7 +458,8 @@ def test_with(name: str, version: str, capability: tuple[int, int]) -> None:
 
 
 BITWISE = "bitwise"
-# In docs/compatibility.md: of each recipe, and the cases above that show it.
+# Rows of docs/compatibility.md: for each recipe the statements of the row. The cases above show
+# them.
 STATEMENTS: dict[str, tuple[str, ...]] = {
     "`--fp8-recipe delayed`, amax `most_recent` (Megatron's default)": (
         BITWISE,

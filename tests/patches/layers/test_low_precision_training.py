@@ -1,4 +1,5 @@
-"""Trainings of a GPT in FP8 and FP4, with stand-ins for the kernels: ours are stock's."""
+"""Tests of trainings of a GPT in FP8 and FP4 under our schedules, compared with stock; kernels are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 Settings = dict[str, Any]
 
 NEWEST = on_cpu.VERSIONS[-1]
-BLACKWELL = (10, 0)  # compute capability: it has all of them
+BLACKWELL = (10, 0)  # compute capability of Blackwell, which has all recipes
 
 MXFP8: Settings = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 TENSORWISE: Settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-PRECISIONS: dict[str, Settings] = {  # as public recipes name them
+PRECISIONS: dict[str, Settings] = {  # by the names in public recipes
     "fp8_delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "fp8_cs": TENSORWISE,
     "fp8_sc": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
@@ -44,7 +45,7 @@ LOOP: Settings = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
 def shown(kind: str, precision: str, settings: Settings) -> Any:
-    """A case, and what it shows of public recipes."""
+    """Return a test case with a mark of the public recipes that it covers."""
     mark = pytest.mark.covers("B", (kind,), precision=precision, **settings)
     return pytest.param(precision, settings, marks=mark)
 
@@ -52,9 +53,9 @@ def shown(kind: str, precision: str, settings: Settings) -> Any:
 def both(
     flags: Settings, schedule: str, settings: Settings, resumes: bool = False, **more: object
 ) -> None:
-    """Stock's training and ours, from the same weights: those of a start, or those that stock has
-    saved on its way, from which ours ``resumes``. ``more``: flags of ours."""
-    on_cpu.fetch(NEWEST)  # here, where a test can be skipped
+    """Train stock and ``schedule`` from the same weights, and assert that they are equal. With
+    ``resumes`` ours starts from a checkpoint of stock. ``more`` are flags of ours."""
+    on_cpu.fetch(NEWEST)  # fetched here, because only the test itself can be skipped
     quantised = multiprocessing.Value("i")
 
     def use_low_precision() -> None:
@@ -110,9 +111,11 @@ def test_a_loop(precision: str, settings: Settings) -> None:
     ],
 )
 def test_a_v(precision: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A V in low precision has stock's losses if rounding is not random: NVFP4 rounds gradients at
-    random, in the order of a rank's backward passes."""
-    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
+    """Trainings in low precision on a V have stock's losses if rounding is not random. NVFP4's
+    stochastic rounding of gradients draws in the order of a rank's backward passes, so it is
+    switched off here."""
+    # delayed scaling requires this variable
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     both(MODEL, "zb-v", PRECISIONS[precision] | settings, resumes=True)
 

@@ -1,4 +1,5 @@
-"""The local linear layers' split backward: the weight gradients that W computes, and the others.
+"""Tests of the split backward pass of Megatron's local linear layers, in which W computes the
+weight gradients.
 
 Megatron's fused gradient accumulation has a stand-in for its kernel.
 """
@@ -21,7 +22,8 @@ from megatron_ext.runtime.weight_gradients import queue
 
 MICROBATCHES = 3
 FUNCTION = layers.LinearWithGradAccumulationAndAsyncCommunication
-# gtp_remat_size since 0.19, output_dtype since 0.20
+# Further arguments of newer versions of Megatron: gtp_remat_size since 0.19, output_dtype since
+# 0.20.
 NEWER = (1, None)[: len(inspect.signature(FUNCTION.forward).parameters) - 10]
 
 
@@ -37,9 +39,9 @@ def kernel_for(dtype: torch.dtype) -> Any:
 def test_w_adds_what_stocks_backward_adds(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """W adds what stock's backward pass adds. The output layer is a local layer under any spec, so
-    it needs fusion here also with Transformer Engine's layers. The kernel is chosen by main_grad's
-    type."""
+    """With fused gradient accumulation, W adds the same weight gradient to main_grad as stock's
+    backward pass. The output layer is a local layer in any model, so fusion must work with
+    Transformer Engine's layers too. The type of main_grad selects the kernel."""
     kernels = SimpleNamespace(
         wgrad_gemm_accum_fp32=kernel_for(torch.float32),
         wgrad_gemm_accum_fp16=kernel_for(torch.bfloat16),
@@ -70,8 +72,9 @@ def test_w_adds_what_stocks_backward_adds(
 
 
 def test_torchs_apply_may_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.14 the wrapped `apply` got the function's class as its first argument, and
-    every training of local layers with a split backward pass failed."""
+    """The split works with any version of torch. Before torch 2.14 the patched `apply` got the
+    function's class as its first argument, and every training of local layers with a split backward
+    pass failed."""
 
     def class_method(function: Any, *args: Any) -> Tensor:
         output: Tensor = function.apply(*args)
@@ -86,13 +89,13 @@ def test_torchs_apply_may_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> 
     assert weight.grad is None and x.grad is not None
     weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
     queue.run(0, 0)
-    weight.requires_grad_(False)  # stock's function computes this one
+    weight.requires_grad_(False)  # stock's function computes a frozen weight's layer
     output = split_apply(class_method, FUNCTION, x, weight, *rest)
     assert torch.equal(output, x.matmul(weight.t()))
 
 
 class Products(TorchDispatchMode):
-    """The names of the products that were computed, in order."""
+    """Names of the matrix products that were computed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +108,10 @@ class Products(TorchDispatchMode):
 
 
 def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split layers compute the same matrix products as stock. The output gradient of LLaVA's
-    projection is a view, and was multiplied in batches since the weight required no gradient
-    (otherwise torch folds the first two dimensions). With MKL on an AMD processor that is another
-    order of sums."""
+    """A split layer computes the same matrix products as stock, so sums have the same order. The
+    output gradient of LLaVA's projection is a view. Because the weight required no gradient in I,
+    torch multiplied that gradient in batches, without folding its first two dimensions; with MKL on
+    an AMD processor this is another order of sums."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     rest = (None, False, False, False, None, None, None, *NEWER)
@@ -125,9 +128,10 @@ def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's function notes that it has added a gradient to ``main_grad``, and the data-parallel
-    wrapper's hook then adds none. In training with CUDA graphs of MLPs, whose warm-up steps are
-    split, their gradients were lost from then on."""
+    """W leaves the flag on a weight that says its gradient is in ``main_grad`` as it is. Stock's
+    function sets that flag, and the data-parallel wrapper's hook then adds nothing. In trainings
+    with CUDA graphs of MLPs, whose warm-up steps are split, the MLPs' gradients were lost from then
+    on."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
@@ -147,9 +151,9 @@ def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) 
 def test_where_there_is_nothing_to_put_off_stock_runs(
     monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    """If a layer has no weight gradient to defer, stock's function runs. A frozen weight has no
-    gradient, and an input that requires none would take the split layer out of the graph, so that
-    its weight would never be trained."""
+    """Stock's function runs if a layer has no weight gradient to defer. A frozen weight has no
+    gradient. If the input requires no gradient, a split layer would not be in the autograd graph,
+    and its weight would never be trained."""
     monkeypatch.setattr(queue, "splitting", True)
     x = torch.ones(3, 2, 4, requires_grad=without != "input")
     weight = torch.nn.Parameter(torch.ones(5, 4), requires_grad=without != "weight")
@@ -166,8 +170,9 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
 
 @pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 a layer's output is of its type")
 def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W handles an output of another type than the weights. With logits in fp32 and weights in bf16
-    (--logit-dtype) W failed: its product requires two operands of one type."""
+    """W computes the weight gradient of a layer whose output has another type than its weights.
+    With logits in fp32 and weights in bf16 (--logit-dtype) W failed, because its product requires
+    two operands of one type."""
     from megatron.core.extensions import transformer_engine
 
     def gemm(weight: Tensor, x: Tensor, out_dtype: torch.dtype, **_: Any) -> list[Tensor]:

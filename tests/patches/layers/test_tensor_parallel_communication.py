@@ -1,8 +1,8 @@
-"""Tensor-parallel communication of a split backward: the products that hide it, and one order of it
-on all ranks.
+"""Tests of tensor-parallel communication in a split backward pass: it overlaps with products, in
+one order on all ranks.
 
-A whole backward gathers a layer's input during one product, and reduces its input's gradient during
-the other. In a split backward neither had a product to hide it.
+A whole backward pass gathers a layer's input during one matrix product, and reduces the gradient of
+its input during the other. In a split backward pass neither had a product to hide it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def weight() -> torch.nn.Parameter:
 
 
 def test_in_w_one_gather_is_under_way_beside_each_product() -> None:
-    """In W one gather runs in parallel to each product. Row-parallel layers (r) gather nothing,
-    column-parallel ones (c) do; the first product hides the first gather."""
+    """In W the gather of a layer's input runs during the product of the layer before. Row-parallel
+    layers (r) gather nothing, column-parallel ones (c) do; the first product hides the first
+    gather."""
     events: list[str] = []
     waiting = WeightGradients()
     with waiting.collecting(0, 0):
@@ -60,8 +61,8 @@ def test_a_first_gather_has_nothing_to_hide_behind_and_the_next_has() -> None:
 
 
 def test_what_is_computed_in_i_while_a_reduction_is_under_way() -> None:
-    """While a reduction runs in I, the layer before computes its weight gradient, if W is next.
-    Only weights that the step's first W showed to be used once are computed so."""
+    """While a layer's reduction runs in I, the layer before computes its weight gradient, if W is
+    the next pass. Only weights that the first W of the step has shown to be used once do so."""
     events: list[str] = []
     waiting = WeightGradients()
     once, twice, gathered = weight(), weight(), weight()
@@ -98,7 +99,7 @@ def test_what_is_computed_in_i_while_a_reduction_is_under_way() -> None:
 
 
 class Recorded:
-    """Communication and products in the order in which a rank comes to them."""
+    """Record of communication and products, in the order in which a rank starts them."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -136,7 +137,7 @@ class Recorded:
 
 
 def stack(x: Tensor, weights: list[torch.nn.Parameter], group: Any, scatters: bool) -> Tensor:
-    """Pairs of a column- and a row-parallel layer, as attention and MLP are."""
+    """Run blocks of a column-parallel and a row-parallel layer, as attention and MLP are."""
     apply = partial(ours.split_apply, FUNCTION.apply)
     for column, row in zip(weights[::2], weights[1::2], strict=True):
         residual = x
@@ -197,16 +198,16 @@ def trained(rank: int, scatters: bool) -> tuple[bool, list[str], int]:
 )
 @pytest.mark.parametrize("scatters", [True, False], ids=["sequence parallel", "tensor parallel"])
 def test_the_split_backward_of_two_tensor_parallel_ranks(scatters: bool) -> None:
-    """The split backward pass of two tensor-parallel ranks is bitwise stock's. All ranks start
-    communication in one order, or they would deadlock."""
+    """The split backward pass of two tensor-parallel ranks equals stock's bitwise. Both ranks start
+    their communication in the same order, as they would deadlock otherwise."""
     results = values(run_ranks(2, partial(trained, scatters=scatters)))
     (same, events, most), (other_same, other_events, _) = results
     assert same and other_same
     assert events == other_events
     passes = dict(_passes(events))
     reduction = "scatter" if scatters else "reduce"
-    # Each column-parallel layer's reduction has the product of the row-parallel layer before beside
-    # it, where W is next: but not in the first microbatch.
+    # If W is the next pass, the reduction of each column-parallel layer overlaps with the weight
+    # product of the row-parallel layer before, except in the first microbatch.
     assert passes["I2"].count("product") == passes["I3"].count("product") == LAYERS
     assert not passes["I0"].count("product") and not passes["I1"].count("product")
     assert f"{reduction} product wait {reduction}" in " ".join(_names(passes["I2"]))

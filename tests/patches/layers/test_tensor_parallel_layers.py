@@ -1,9 +1,10 @@
-"""Tensor-parallel layers of Transformer Engine under sequence parallelism.
+"""Tests of Transformer Engine's tensor-parallel layers under sequence parallelism and a split
+backward pass.
 
-The gathered input is kept in parts and gathered anew in W: whole, it was most of the bytes that a
-stage held from I to W. Layers whose operands lie in Userbuffers keep whole backwards, and the
-others split. All of these layers were refused. If such a layer deferred its weight gradient, W
-would read what the next layer of its name had written to its buffer.
+Between I and W a layer stores only this rank's part of its gathered input, and W gathers it again:
+the whole input was most of the bytes stored from I to W. Layers with operands in Userbuffers have
+whole backward passes, and the others split ones. Layers with Userbuffers were refused: if such a
+layer deferred its weight gradient, W would read data of the next layer with the same buffer.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TP, ROWS, HIDDEN, WIDE = 2, 4, 8, 12
 BLOCKS, MICROBATCHES = 2, 4
 OVERLAPPED: dict[str, dict[str, bool]] = {
     "none": {},
-    "bulk": {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True},  # as Megatron has it
-    "reduce-scatter": {"ub_overlap_rs_dgrad": True},  # --tp-comm-overlap-rs-dgrad
+    "bulk": {"ub_bulk_dgrad": True, "ub_bulk_wgrad": True},  # Megatron's default overlap
+    "reduce-scatter": {"ub_overlap_rs_dgrad": True},  # flag --tp-comm-overlap-rs-dgrad
 }
 
 
@@ -57,7 +58,8 @@ def blocks(te: Any, way: str) -> torch.nn.Sequential:
 
 
 def compared(rank: int, version: str, way: str) -> tuple[list[str], set[str]]:
-    """Names of what differs, and of the weights whose gradients waited for W."""
+    """Return the names of tensors that differ from stock's, and of weights whose gradients waited
+    for W."""
     te = on_cpu.load(on_cpu.fetch(version))
     apply([patch for patch in cpu.patches() if patch.target.startswith("torch")])
     parallel_state.initialize_model_parallel(TP)
@@ -110,10 +112,11 @@ def _gradient(model: torch.nn.Module, x: Tensor) -> Tensor:
     ],
 )
 def test_what_waits_for_w(version: str, way: str) -> None:
-    on_cpu.fetch(version)  # here, where a test can be skipped
+    on_cpu.fetch(version)  # fetched here, because only the test itself can be skipped
     run = partial(compared, version=version, way=way)
     for different, put_off in values(run_ranks(TP, run)):
         assert not different
-        kinds = {"none": (0, 1, 2), "bulk": (2,), "reduce-scatter": (0, 2)}[way]  # of a block
+        # layers of each block whose weight gradients wait for W
+        kinds = {"none": (0, 1, 2), "bulk": (2,), "reduce-scatter": (0, 2)}[way]
         numbers = [3 * block + kind for block in range(BLOCKS) for kind in kinds]
         assert put_off == {f"{number}.weight" for number in numbers}

@@ -1,6 +1,7 @@
-"""Transformer Engine's own layers, split: real classes in several versions, their GEMMs by torch.
+"""Tests of Transformer Engine's own layers with a split backward pass, in several versions, with
+torch's GEMMs.
 
-A process can load one version only. So all cases of a version run in one forked process, and each
+A process can load one version only, so all cases of a version run in one forked process, and each
 test reads how its case ended there.
 """
 
@@ -35,7 +36,7 @@ MICROBATCHES = 3
 ALIKE = (ROWS,) * MICROBATCHES  # rows of each microbatch
 BF16 = {"device": "cpu", "params_dtype": torch.bfloat16}
 
-Te = Any  # transformer_engine.pytorch
+Te = Any  # the module transformer_engine.pytorch
 Layer = Callable[..., torch.nn.Module]
 
 LAYERS: dict[str, Layer] = {
@@ -51,13 +52,13 @@ LAYERS: dict[str, Layer] = {
     "GroupedLinear": lambda te, **options: te.GroupedLinear(2, WIDTH, WIDER, **BF16, **options),
 }
 
-HOW = ("grad", "main_grad", "fused")  # weight gradients are added up
+HOW = ("grad", "main_grad", "fused")  # where weight gradients are added up
 
 CASES: dict[str, Callable[[Te], None]] = {}
 
 
 def case(function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
-    """Let ``function(te, *arguments)`` run in each version."""
+    """Register ``function(te, *arguments)`` as a case that runs in each version."""
     name = "-".join([function.__name__, *map(str, arguments)])
     CASES[name] = lambda te: function(te, *arguments)
     return function
@@ -74,7 +75,8 @@ def case_for(*rows: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable
 
 @functools.cache
 def outcomes(version: str) -> dict[str, str]:
-    """How each case ended under a version: an empty text, or the traceback."""
+    """Return how each case ended under ``version``, by its name: an empty text, or the
+    traceback."""
     folder = on_cpu.fetch(version)
 
     def run(rank: int) -> dict[str, str]:
@@ -103,7 +105,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 class Split:
-    """Patches in force, and our queue splitting, in a ``with`` block."""
+    """Context in which our patches are applied and the queue splits backward passes."""
 
     def __enter__(self) -> None:
         config = PipelineConfig(schedule="zb-h1")
@@ -116,7 +118,7 @@ class Split:
 
 
 def inputs(rows: Sequence[int] = ALIKE) -> Iterator[tuple[Tensor, Tensor]]:
-    """x and the seed of dy for each microbatch, the same at each call."""
+    """Yield x and dy for each microbatch, the same at each call."""
     generator = torch.Generator().manual_seed(1)
     for count in rows:
         x = torch.randn(count, WIDTH, generator=generator).bfloat16().requires_grad_()
@@ -134,7 +136,7 @@ def backward(y: Tensor, dy: Tensor) -> None:
 
 
 def same_layers(te: Te, name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Two with the same parameters."""
+    """Return two layers with the same parameters."""
     torch.manual_seed(0)
     first = LAYERS[name](te, **options)
     second = LAYERS[name](te, **options)
@@ -143,7 +145,7 @@ def same_layers(te: Te, name: str, **options: Any) -> tuple[torch.nn.Module, tor
 
 
 def with_main_grad(layer: torch.nn.Module) -> torch.nn.Module:
-    """As a data-parallel wrapper leaves it: gradients are added up in fp32."""
+    """Prepare a layer as a data-parallel wrapper does, which adds up gradients in fp32."""
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -178,7 +180,8 @@ def assert_same(ours: dict[str, Tensor | None], stock: dict[str, Tensor | None])
 
 
 def whole(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
-    """Microbatches forwards and backwards, as 1F1B has them; the inputs' gradients."""
+    """Run microbatches forward and backward in turn, as 1F1B does, and return the gradients of the
+    inputs."""
     made = []
     for x, dy in inputs(rows):
         backward(forward(layer, x), dy)
@@ -188,7 +191,8 @@ def whole(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
 
 
 def split(layer: torch.nn.Module, rows: Sequence[int] = ALIKE) -> list[Tensor]:
-    """The same under a splitting schedule, each W after the next microbatch's I."""
+    """Run the microbatches under a schedule that splits, with each W after the next microbatch's I,
+    and return the gradients of the inputs."""
     pairs = list(inputs(rows))
     outputs = [forward(layer, x) for x, _ in pairs]
     for microbatch, (_, dy) in enumerate(pairs):
@@ -216,7 +220,8 @@ def gradients_are_stocks(te: Te, name: str, how: str) -> None:
 
 @case_for(*[(name, how) for name in ("Linear", "GroupedLinear") for how in HOW])
 def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
-    """A GroupedLinear is as many experts, a Linear is one; a rank's may get nothing at all."""
+    """Split layers of experts have stock's gradients if a rank's experts get no tokens. A
+    GroupedLinear has several experts, a Linear is one."""
     tokens = ([ROWS, 0], [0, 0], [1, ROWS - 1])
     rows = [sum(counts) for counts in tokens]
     stock, ours = same_layers(te, name, fuse_wgrad_accumulation=how == "fused")
@@ -236,7 +241,7 @@ def experts_may_get_no_tokens(te: Te, name: str, how: str) -> None:
 
 @case_for(*[(name,) for name in LAYERS])
 def the_first_microbatch_overwrites(te: Te, name: str) -> None:
-    """A step's first weight gradient overwrites main_grad, as with stock."""
+    """The first weight gradient of a step overwrites main_grad in a split layer, as with stock."""
     stock, ours = map(with_main_grad, same_layers(te, name, fuse_wgrad_accumulation=True))
     for layer in (stock, ours):
         plain = layer.forward
@@ -254,7 +259,8 @@ def the_first_microbatch_overwrites(te: Te, name: str) -> None:
 
 @case_for(*[(name,) for name in LAYERS])
 def weights_may_be_of_another_type(te: Te, name: str) -> None:
-    """Under autocast the GEMMs make bf16, and autograd casts that to the weights' fp32."""
+    """A split layer under autocast has stock's gradients: the GEMMs produce bf16, and the weights
+    and their gradients are fp32."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         layer.float()
@@ -271,7 +277,8 @@ def weights_may_be_of_another_type(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
 def a_bias_may_be_frozen(te: Te, name: str) -> None:
-    """The gradient of a frozen bias is computed with the weight's all the same."""
+    """A split layer with a frozen bias has stock's gradients. The GEMM of W computes the bias's
+    gradient together with the weight's in any case."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         for key, parameter in layer.named_parameters():
@@ -284,7 +291,8 @@ def a_bias_may_be_frozen(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
 def a_bias_may_have_hooks(te: Te, name: str) -> None:
-    """W added the gradient of a bias without its hooks: those of a weight alone were looked for."""
+    """Hooks on a bias run in a split layer as in stock. W added the gradient of a bias without
+    calling its hooks, because only hooks on weights were looked for."""
     stock, ours = same_layers(te, name)
     calls = {stock: 0, ours: 0}
 
@@ -304,7 +312,8 @@ def a_bias_may_have_hooks(te: Te, name: str) -> None:
 
 @case_for(*[(name,) for name in LAYERS])
 def gradients_wait_for_w(te: Te, name: str) -> None:
-    """No weight, and no bias whose gradient the GEMM makes, has a gradient after I."""
+    """After I no weight of a split layer has a gradient, nor has a bias whose gradient W's GEMM
+    computes."""
     layer = LAYERS[name](te)
     (x, dy), *_ = inputs()
     with Split():
@@ -319,10 +328,11 @@ def gradients_wait_for_w(te: Te, name: str) -> None:
 
 @case_for(*[(name, how) for name in LAYERS for how in ("main_grad", "fused")])
 def only_inputs_and_gradients_are_held(te: Te, name: str, how: str) -> None:
-    """After I a linear layer holds its input and its output's gradient, after W nothing."""
+    """After I a split linear layer stores its input and its output's gradient, and after W
+    nothing."""
     layer = with_main_grad(LAYERS[name](te, fuse_wgrad_accumulation=how == "fused"))
     with Split():
-        split(layer)  # caches are filled
+        split(layer)  # a first run fills caches
         x, dy = next(inputs())
         whole_dy = dy[:, : forward(layer, x).shape[-1]].contiguous()
         with LiveStorages() as live:
@@ -345,7 +355,8 @@ def held_after_i(name: str) -> list[int]:
 
 @case_for(*[(name,) for name in LAYERS])
 def hooks_fire_once(te: Te, name: str) -> None:
-    """As ``backward_dw`` has it: the gradient is in ``.grad``, then the module's hooks."""
+    """W puts the weight gradient into ``.grad`` and then calls the module's hooks, once for each
+    microbatch, as Transformer Engine's ``backward_dw`` does."""
     stock, ours = same_layers(te, name)
     whole(stock)
     expected = gradients(stock)
@@ -370,8 +381,9 @@ def hooks_fire_once(te: Te, name: str) -> None:
 
 @case_for(*[(name,) for name in LAYERS])
 def hooks_fire_once_for_all_uses(te: Te, name: str) -> None:
-    """A layer that a microbatch goes through twice, as multi-token prediction's repeated one: its
-    hooks came after each use, and took the first one's gradient without the other's."""
+    """A module's hooks run once for a layer that a microbatch passes twice, as multi-token
+    prediction's repeated layer. The hooks ran after each use, and took the gradient of the first
+    use without that of the second."""
     stock, ours = same_layers(te, name)
     weights = [key for key, _ in ours.named_parameters() if "weight" in key and "norm" not in key]
     moved: dict[str, list[Tensor]] = {key: [] for key in weights}
@@ -421,8 +433,9 @@ def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
 
 @case_for(("LayerNormMLP", "fc1_"), ("LayerNormMLP", "fc2_"))
 def half_of_an_mlp_may_be_frozen(te: Te, name: str, prefix: str) -> None:
-    """The two linear layers of an MLP share a store. If one was frozen, the hooks came after fc1's
-    gradient only."""
+    """An MLP with one frozen linear layer has stock's gradients, and its hooks run. The two layers
+    share a store of deferred gradients; if one was frozen, the hooks ran only after the gradient of
+    fc1."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         layer.get_parameter(f"{prefix}weight").requires_grad_(False)
@@ -438,7 +451,8 @@ def half_of_an_mlp_may_be_frozen(te: Te, name: str, prefix: str) -> None:
 
 @case_for(("Linear",), ("LayerNormLinear",))
 def an_input_may_need_no_gradient(te: Te, name: str) -> None:
-    """The first layer of a stage without embeddings: its weights are in the graph, so W comes."""
+    """A split layer whose input requires no gradient, the first of a stage without embeddings,
+    still gets its weight gradient in W."""
     stock, ours = same_layers(te, name)
     for layer, splits in ((stock, False), (ours, True)):
         x, dy = next(inputs())
@@ -456,7 +470,8 @@ def an_input_may_need_no_gradient(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("LayerNormLinear",), ("LayerNormMLP",))
 def a_layer_may_be_used_twice(te: Te, name: str) -> None:
-    """Autograd sums the two contributions in bf16 before they are added to main_grad in fp32."""
+    """A split layer that is used twice has stock's gradient: autograd sums the two contributions in
+    bf16 before they are added to main_grad in fp32."""
     stock, ours = map(with_main_grad, same_layers(te, name))
     for layer in (stock, ours):
         (x, dy), (other_x, other_dy), *_ = inputs()
@@ -487,7 +502,8 @@ def a_layer_may_be_used_twice(te: Te, name: str) -> None:
 def megatrons_data_parallel_wrapper_is_content(
     te: Te, name: str, overlap: bool, fused: bool
 ) -> None:
-    """With the reduction overlapped its hooks insist on a gradient in I, where there is none."""
+    """Split layers train in Megatron's data-parallel wrapper. With overlapped reductions its hooks
+    require a gradient in I, where a split layer has none."""
     stock, ours = same_layers(te, name, fuse_wgrad_accumulation=fused)
     config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
     settings = DistributedDataParallelConfig(
@@ -515,8 +531,8 @@ def megatrons_data_parallel_wrapper_is_content(
 
 @case_for(("Linear",), ("LayerNormLinear",))
 def an_output_layers_gradient_may_come_with_i(te: Te, name: str) -> None:
-    """If W would hold the gradient of the logits for long, the output layer's weight gradient is
-    computed in I. (MXFP8's output layer is a Linear.) It used to wait for W all the same."""
+    """The output layer's weight gradient is computed in I if W would store the gradient of the
+    logits for long. (MXFP8's output layer is a Linear.) It waited for W in any case."""
     stock, ours = same_layers(te, name)
     whole(stock)
     with Split():
@@ -532,7 +548,8 @@ def an_output_layers_gradient_may_come_with_i(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("GroupedLinear",))
 def its_own_delay_stays_as_it_is(te: Te, name: str) -> None:
-    """Someone else's delayed weight gradients, in a process with our patches, are theirs."""
+    """Our patches leave Transformer Engine's own deferral (delay_wgrad_compute) to code that uses
+    it outside our schedules."""
     stock, ours = same_layers(te, name, delay_wgrad_compute=True)
     for layer in (stock, ours):
         x, dy = next(inputs())

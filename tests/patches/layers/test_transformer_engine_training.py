@@ -1,4 +1,5 @@
-"""Trainings of a GPT with Transformer Engine's linear layers: ours are stock's to the last bit."""
+"""Tests of trainings of a GPT with Transformer Engine's linear layers: our schedules equal stock to
+the last bit."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ REPEATED: dict[str, object] = {
     "untie_embeddings_and_output_weights": True,
 }
 
-# the number of ranks, our schedule, flags of both
+# By setting: the number of ranks, our schedule, and flags of both trainings.
 SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
     "overlapped": (2, "zb-h1", OVERLAPPED),
     "overlapped, fused": (2, "zb-h1", OVERLAPPED),
@@ -120,7 +121,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
 }
 
 
-# What they have, others above have with more.
+# These settings run at night, because others above contain them and more.
 NIGHTLY = (
     "overlapped",
     "experts one by one",
@@ -150,15 +151,16 @@ def case(version: str, setting: str) -> Any:
 
 
 def train_both(version: str, setting: str, **more: object) -> None:
-    """Stock and ours, which has ``more``: the same."""
-    on_cpu.fetch(version)  # here, where a test can be skipped
+    """Train stock and our schedule with the settings ``more``, and assert that they are equal."""
+    on_cpu.fetch(version)  # fetched here, because only the test itself can be skipped
     ranks, schedule, given = SETTINGS[setting]
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **given}
     if "pairs" in setting:
         more |= PAIRED
-        flags |= PAIRED if "loop" in setting else {}  # Megatron pairs passes of loops alone
+        flags |= PAIRED if "loop" in setting else {}  # Megatron overlaps passes only under loops
     build = functools.partial(provide, "fused" in setting, "grouped" in setting)
-    delays = {"delay_wgrad_compute": True} if "delayed" in setting else {}  # its flag wants a GPU
+    # its flag requires a GPU
+    delays = {"delay_wgrad_compute": True} if "delayed" in setting else {}
 
     stock = Training(ranks, flags, build=functools.partial(build, {}))
     world = functools.partial(use_transformer_engine, version)
@@ -201,9 +203,9 @@ def test_passes_that_run_again(version: str, setting: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_its_activations_leave_for_the_host(schedule: str) -> None:
-    """Activations of Transformer Engine's layers are offloaded to the host. Saved weights that were
-    offloaded are other objects than the weights of the layers: under 1f1b the whole backward pass
-    accumulates into main_grad, which only the latter have."""
+    """Trainings that offload activations of Transformer Engine's layers equal stock. An offloaded
+    weight comes back as another object than the layer's weight, and only the latter has main_grad,
+    to which the whole backward pass under 1f1b adds."""
     on_cpu.fetch(NEWEST)
     splits = schedule == "zb-h1"
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **OVERLAPPED}
@@ -238,8 +240,9 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
     ids=["fused", "tensor and sequence parallel"],
 )
 def test_slices(schedule: str, more: dict[str, object]) -> None:
-    """Transformer Engine overwrites main_grad in what it takes for a step's first forward pass. The
-    first slice's gradients come last, so the gradients of the other slices were lost."""
+    """Slices of a sequence train with Transformer Engine's fused weight gradients. Transformer
+    Engine overwrites main_grad for what it takes for a step's first forward pass; the first slice's
+    gradient comes last, so those of the other slices were lost."""
     on_cpu.fetch(NEWEST)
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **more}
     ranks = 4 if "sequence_parallel" in more else 2

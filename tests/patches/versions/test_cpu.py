@@ -1,6 +1,7 @@
-"""The platform without a GPU: its patches come off without a trace, its flags are the user's first.
+"""Tests of the platform without a GPU: its patches are undone without a trace, and flags of the
+user come before its own.
 
-That Megatron trains with them takes several ranks and is tested in tests/pipeline.
+Trainings on this platform take several ranks and are tested in tests/pipeline.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def test_apply_and_undo_restore_every_object() -> None:
     targets = [engine.resolve(patch.target) for patch in patches]
     owners = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
     owners += [target.owner for target in targets if not target.in_module]
-    with uncollected():  # hypothesis notes the time of a collection in one of its modules
+    with uncollected():  # hypothesis notes the time of a garbage collection in one of its modules
         before = attributes(owners)
 
         handle = engine.apply(patches)
@@ -60,9 +61,9 @@ def test_apply_and_undo_restore_every_object() -> None:
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_no_coalesced_gather_reaches_gloo(is_async: bool) -> None:
-    """No coalesced gather reaches gloo. Two coalesced gathers of one group at the same time end
-    gloo of torch 2.14 with a signal, or hang it, once in some thousand steps. Gathers of a
-    coalescing manager, here of two sizes, start one by one; reductions stay coalesced."""
+    """On the CPU platform coalesced gathers are sent to gloo one by one; coalesced reductions stay
+    coalesced. Two coalesced gathers of one group at the same time end gloo of torch 2.14 with a
+    signal, or hang it, once in some thousand steps."""
 
     def gather(rank: int) -> list[float]:
         forbid_coalesced_gathers()
@@ -147,10 +148,12 @@ def test_one_generator_serves_host_and_device(platform: engine.Handle) -> None:
 
 
 def test_a_data_loader_leaves_the_generator_alone(platform: engine.Handle) -> None:
-    """A resumed run drew other dropout masks than the uninterrupted one.
+    """Creating a data iterator leaves the random state unchanged. A resumed run drew other dropout
+    masks than an uninterrupted one.
 
-    A data loader draws its seed from the default generator when its iterator is made: once more
-    after a resume than without. On a GPU dropout has a generator of its own, here it has not.
+    A data loader draws its seed from the default generator when its iterator is created, which
+    happens once more after a resume. On a GPU dropout has a generator of its own; without a GPU it
+    has not.
     """
     state = torch.get_rng_state()
     next(iter(torch.utils.data.DataLoader([1, 2, 3])))
@@ -158,7 +161,8 @@ def test_a_data_loader_leaves_the_generator_alone(platform: engine.Handle) -> No
 
 
 def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
-    """Stands for Megatron's writer of files, delayed until training has gone on."""
+    """Stand-in for Megatron's function that writes a checkpoint's files, delayed until training has
+    gone on."""
     (folder / "begun").touch()
     while not (folder / "changed").exists():
         time.sleep(0.01)
@@ -170,13 +174,14 @@ def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
 @pytest.mark.real_time
 @nightly("its writer imports Megatron for itself; test_checkpoints.py saves so at night, too")
 def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
-    """A checkpoint that was saved in the background had half of one iteration's parameters and half
-    of a later one's.
+    """A checkpoint that is saved in the background contains the parameters of one iteration. It had
+    half of one iteration's parameters and half of a later one's.
 
-    The writing process shares the trainer's host tensors, and without a GPU Megatron's copy of them
-    is no copy.
+    The writing process shares the trainer's host tensors, and Megatron's copy of a tensor to the
+    host is no copy if there is no GPU.
     """
-    # In a rank, as what multiprocessing starts to share tensors must not be in those forked later.
+    # The test runs in a rank, because processes that are forked later must not inherit the process
+    # that multiprocessing starts to share tensors.
     values(run_ranks(1, lambda rank: save_and_go_on(tmp_path), connect=False))
     assert (tmp_path / "written").read_text() == "weight [1.0, 1.0]"
 
@@ -204,7 +209,7 @@ def save_and_go_on(folder: Path) -> None:
     while not (folder / "begun").exists():
         assert writer.is_alive()
         time.sleep(0.01)
-    weight.fill_(2.0)  # the next iteration
+    weight.fill_(2.0)  # the next iteration changes the weight
     (folder / "changed").touch()
     requests.put("DONE")
     writer.join(HANGS)

@@ -1,4 +1,5 @@
-"""`megatron_ext.install`: what it changes, what it refuses, and that it leaves nothing behind."""
+"""Tests of `megatron_ext.install`: what it changes, what it refuses, and that undoing it leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
     from megatron.training import training
 
     stock = schedules.get_forward_backward_func
-    states: dict[str, set[str]] = {}  # of each target, with the settings that go together
+    # by patched target: the combinations of settings under which it was changed
+    states: dict[str, set[str]] = {}
     for settings in TOGETHER:
         with megatron_ext.install(schedule="zb-v", **settings):
             assert schedules.get_forward_backward_func is not stock
@@ -61,8 +63,9 @@ def test_every_binding_is_changed_and_put_back() -> None:
 
 
 def test_a_second_installation_changes_nothing() -> None:
-    """A launcher and megatron_ext.auto both installed what the environment requested. Each patch
-    was applied twice, and the gradients of a V's tied embeddings were summed twice."""
+    """A second installation of the same schedule changes nothing. A launcher and megatron_ext.auto
+    both installed the schedule of the environment: each patch was applied twice, and the gradients
+    of a V's tied embeddings were summed twice."""
     with megatron_ext.install(schedule="zb-v") as handle:
         module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
         once = module._allreduce_word_embedding_grads
@@ -90,9 +93,9 @@ def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
 
 
 def test_what_nobody_can_reach_any_more_refuses_nothing() -> None:
-    """Objects without a live reference do not make an installation refuse. Caught exceptions of a
-    test kept such references, and the next file's ranks would not start while the garbage collector
-    was off."""
+    """Objects that only a garbage cycle refers to do not prevent an installation. Caught exceptions
+    of a test kept such objects, and the ranks of the next test file would not start while the
+    garbage collector was off."""
 
     def fail(*held: object) -> None:
         raise RuntimeError
@@ -118,7 +121,7 @@ def test_an_unknown_megatron_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -
 
     stock = schedules.get_forward_backward_func
     monkeypatch.setattr(schedules, "forward_step", forward_step)
-    monkeypatch.delenv(ALLOW_UNKNOWN, raising=False)  # the nightly run sets it
+    monkeypatch.delenv(ALLOW_UNKNOWN, raising=False)  # the nightly run sets this variable
     with pytest.raises(PatchError, match="schedules:forward_step is not as in") as caught:
         megatron_ext.install(schedule="1f1b")
     assert schedules.get_forward_backward_func is stock
@@ -162,10 +165,10 @@ def test_a_fork_is_compared_with_the_upstream_that_it_is_nearest_to(
 def test_a_megatron_that_lacks_what_patches_import_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Megatron 0.17 lacks modules that patches import. On a GPU it ended the launch with the
-    traceback of an ImportError; it is refused now."""
+    """An installation is refused under a Megatron that lacks modules which our patches import, such
+    as 0.17. On a GPU such a launch ended in the traceback of an ImportError."""
     module = "megatron_ext.patches.megatron.training.arguments"
-    monkeypatch.setitem(sys.modules, module, None)  # importing it fails now
+    monkeypatch.setitem(sys.modules, module, None)  # importing the module now fails
     with pytest.raises(PatchError, match=rf"flags: something .* import is missing: .*{module}"):
         megatron_ext.install(schedule="1f1b")
     states = {patch.feature: patch.state for patch in diagnose(PipelineConfig()).patches}
@@ -173,8 +176,8 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
 
 
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doctor reports the Megatron that is imported. It reported a checkout of another version on
-    the path as the wheel that the checkout hides."""
+    """`doctor` reports the Megatron that is imported. It reported the version of an installed wheel
+    although a checkout of another version came first on the path."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
     reported = diagnose(PipelineConfig()).environment["megatron-core"]
     assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
@@ -246,8 +249,9 @@ def test_transformer_engine_is_split_from_2_8_on(
 def test_a_transformer_engine_that_cannot_be_imported_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A Transformer Engine that cannot be imported counts as absent. In a container with it, on a
-    machine without the driver, Megatron continues with local layers, and so must we."""
+    """A Transformer Engine that is installed but cannot be imported counts as absent. In a
+    container with it, on a machine without the driver, Megatron continues with local layers, and
+    our patches do the same."""
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.8.0")
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
@@ -255,7 +259,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_none(
 
 
 def transformer_engine(**settings: object) -> SimpleNamespace:
-    """Megatron's defaults, but for ``settings``."""
+    """Return Megatron's defaults with ``settings``."""
     defaults: dict[str, object] = {
         "transformer_impl": "transformer_engine",
         "gradient_accumulation_fusion": False,
@@ -268,9 +272,9 @@ def transformer_engine(**settings: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F0,0F1,0I0,0I1,0W1,0W0", "0F1,0F0,0B0,0B1"])
 def test_weight_gradients_that_overwrite_come_first(rows: str) -> None:
-    """Transformer Engine overwrites the weight gradient in a stage's first forward pass and adds
-    the later ones. In a user's schedule file another microbatch's gradient may come before; such an
-    order is refused."""
+    """With fused weight gradients, a schedule file is refused if a stage's first weight gradient is
+    not that of its first forward pass. Transformer Engine overwrites the gradient for that
+    microbatch and adds all others."""
     schedule = from_csv(rows, "mine.csv")
     fused = transformer_engine(gradient_accumulation_fusion=True)
     with pytest.raises(ValueError, match=r"mine\.csv: its first weight .*(0B1|0W1|0B0)"):
@@ -290,9 +294,9 @@ def test_files_may_begin_with_any_microbatch(rows: str) -> None:
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F1,0F0,0I0,0I1,0W0,0W1"])
 def test_scales_for_recompute_are_taken_in_order(rows: str) -> None:
-    """Transformer Engine's delayed scaling queues the scales of forward passes. A schedule file
-    whose backward passes come in another order recomputed each pass with another microbatch's
-    scales; such an order is refused."""
+    """With FP8's delayed scaling and recompute, a schedule file is refused if its backward passes
+    have another order than its forward passes. Transformer Engine queues the scales of forward
+    passes, so each recomputed pass would use another microbatch's scales."""
     schedule = from_csv(rows, "mine.csv")
     settings: dict[str, object] = {"fp8": "e4m3", "recompute_granularity": "selective"}
     with pytest.raises(

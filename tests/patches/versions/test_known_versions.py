@@ -1,4 +1,5 @@
-"""The table of versions says what the patches declare and what tests run."""
+"""Tests that the documented table of versions agrees with the patches' declarations and with the
+versions that tests run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def trained(name: str) -> list[str]:
-    """The versions of ``name`` that are said to have been trained."""
+    """Return the versions of the package ``name`` that the table says have been trained."""
     versions = [known for known in KNOWN if known.name == name and known.tried is Tried.TRAINED]
     return [number for known in versions for number in re.findall(r"\d+\.\d+[.\d]*", known.version)]
 

@@ -1,8 +1,8 @@
-"""Stand-ins, and the reader of recipes, were written by what other people's packages do.
+"""Tests that other packages still have the code by which our stand-ins for them, and the reader of
+recipes, were written.
 
-A stand-in passes its tests for years after the package has begun to do something else.
-stand_ins.toml has digests of the functions that each was written by. Packages are read as text and
-not imported.
+A stand-in would pass its tests for years after the package has changed. stand_ins.toml has digests
+of the functions by which each stand-in was written. Packages are read as text and not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TABLE: dict[str, dict[str, dict[str, str]]] = tomllib.loads(
 )
 CALLERS = "".join(file.read_text() for file in (ROOT / "scripts" / "callers").glob("*.txt"))
 
-# By the folder of its sources.
+# Names of packages by the folder of their sources.
 PACKAGES = {
     "megatron/bridge": "megatron-bridge",
     "megatron/core": "megatron-core",
@@ -39,7 +39,7 @@ PACKAGES = {
     "verl": "verl",
 }
 PAGE = ROOT / "tests" / "README.md"
-WORDS = {  # by package, its name on the page
+WORDS = {  # by package, its name in tests/README.md
     "mbridge": "mbridge",
     "megatron-bridge": "Megatron-Bridge",
     "megatron-core": "Megatron",
@@ -72,8 +72,8 @@ def folder_of(package: str, version: str) -> Path:
 
 
 def digest(folder: Path, source: str) -> str | None:
-    """Return 12 hex digits over the code of ``source``, PATH:NAME, as `source_digest` does; None if
-    there is no such function or class."""
+    """Return 12 hex digits over the code of ``source``, PATH:NAME, as `source_digest` does. Return
+    None if there is no such function or class."""
     path, _, name = source.partition(":")
     if not (folder / path).is_file():
         return None
@@ -91,8 +91,9 @@ def _is_named(node: ast.AST, name: str) -> bool:
 
 
 def changes(package: str, version: str, folder: Path) -> list[str]:
-    """Return what has changed in ``folder``, a version of ``package``, since the table was written,
-    and what was written by it. A version that the table lacks may have the code of any other."""
+    """Return the sources in ``folder``, a version of ``package``, whose code differs from that in
+    the table, each with its stand-in. A version that the table lacks may have the code of any
+    listed version."""
     told = []
     entries = [
         (ours, source, {v: code for key, code in known.items() for v in key.split(", ")})
@@ -114,8 +115,8 @@ def changes(package: str, version: str, folder: Path) -> list[str]:
 @nightly("by day trainings run with the stand-ins")
 @pytest.mark.parametrize(("package", "version"), [*versions()])
 def test_packages_are_those_by_which_stand_ins_were_written(package: str, version: str) -> None:
-    """Packages are those that stand-ins were written for. Whoever reads a change, and finds that
-    our stand-in still holds, adds its digest to the table."""
+    """Each package still has the code for which our stand-ins were written. A developer who reads a
+    change and finds that the stand-in is still right adds the new digest to the table."""
     assert not changes(package, version, folder_of(package, version))
 
 
@@ -151,8 +152,8 @@ def test_a_change_is_told_with_the_stand_in(
 
 
 def test_the_table_has_all_stand_ins() -> None:
-    """The table lists all stand-ins. The page about tests names each of them too, with the packages
-    of its digests."""
+    """stand_ins.toml lists all stand-ins, and tests/README.md names each with the packages of its
+    digests."""
     for ours in TABLE:
         assert digest(ROOT, ours), ours
     stand_ins = {
@@ -161,7 +162,7 @@ def test_the_table_has_all_stand_ins() -> None:
     }
     stand_ins |= {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/helpers/*_on_cpu.py")}
     written = {ours.partition(":")[0] for ours in TABLE}
-    starting = {  # verl_actor.py, swift_sft.py, and what is written by NeMo-RL, of no index
+    starting = {  # these start other stand-ins, or are written for NeMo-RL, which no index has
         f"tests/helpers/{name}_on_cpu.py" for name in ("verl", "swift", "nemo_rl")
     }
     assert stand_ins - starting <= written
