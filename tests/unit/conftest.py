@@ -1,5 +1,5 @@
-"""A cache directory for the tests alone: what they find is neither the user's nor left behind; and
-the figures that are drawn in a test."""
+"""Fixtures of tests without ranks: a cache folder of their own, quick searches, one thread of
+torch, and the figures that a test draws."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.helpers.short_search import fast_packer, same_effort
 def shared_cache(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[None]:
-    """Shared by the tests of one process, so that they search once."""
+    """Set a cache folder that all tests of a process share, so that each search runs once."""
     with own_cache(tmp_path_factory.mktemp("cache"), pytestconfig):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def packs_fast(small_searches: None) -> Iterator[None]:
-    """Tests without ranks pack with numba where it is installed, few plans too. They find the same:
-    a rank of a test would pay more for loading numba than it saves."""
+    """Let tests without ranks pack schedules with numba if it is installed, also for few plans. The
+    results are the same; a rank of a test would need more time to load numba than it saves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best, "effort", same_effort)
         patch.setattr(pack, "packer", fast_packer)
@@ -35,14 +35,15 @@ def packs_fast(small_searches: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Threads of torch would spin for longer than the small tensors of a test take."""
+    """Limit torch to one thread. With more, its threads would wait actively for longer than the
+    small tensors of a test take."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved, to look at what is on them."""
+    """Return the list of figures that a test saves, so that the test can look at them."""
     from matplotlib.figure import Figure
 
     saved: list[Any] = []

@@ -1,4 +1,4 @@
-"""The commands, as a user types them and as a program reads them."""
+"""Tests of the commands: their text for users, and the JSON that programs read."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_simulate_prints_one_object() -> None:
 
 
 def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
-    """simulate refuses options without effect. It accepted them, and nothing was drawn or
-    limited."""
+    """`simulate` refuses options that would have no effect, such as --steps without a picture. It
+    accepted them, and nothing was drawn or limited."""
     words = ("simulate", "1f1b", "--pp", "2", "-m", "2")
     assert "add --plot, --html or --perfetto" in run(*words, "--steps", "3", code=2)
     told = run(*words, "--slice-lengths", "balanced", code=2)
@@ -61,8 +61,8 @@ def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> None:
-    """A picture of the baseline itself has one timeline. simulate 1f1b --plot drew 1F1B twice, with
-    the same title."""
+    """`simulate 1f1b --plot` draws one timeline, because 1F1B is also the baseline. It drew 1F1B
+    twice, with the same title."""
     pytest.importorskip("matplotlib")
     picture, sizes = tmp_path / "picture.svg", ("--pp", "2", "-m", "2")
     for spec, drawn in (("1f1b", ["1f1b"]), ("zb-h1", ["1f1b", "zb-h1"])):
@@ -72,8 +72,9 @@ def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> N
 
 
 def test_simulate_shows_what_one_communicator_costs() -> None:
-    """simulate shows what one communicator costs. A message takes as long as a pass: with a
-    communicator for each channel, messages in both directions of a rank overlap."""
+    """`simulate --p2p batched` gives a longer makespan than async, as all messages share one
+    communicator. Here a message takes as long as a pass; with a communicator for each channel,
+    messages in both directions of a rank overlap."""
     words = ("simulate", "interleaved", "--pp", "4", "-m", "8", "--costs", "f=1,i=1,w=1,comm=1")
     alone, together = (
         json.loads(run(*words, "--p2p", p2p, "--json"))["makespan"] for p2p in ("async", "batched")
@@ -82,8 +83,8 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
 
 
 def test_simulate_is_for_people() -> None:
-    """simulate prints text for people. It printed names of variables, None as a column, True and
-    False, and times without a unit."""
+    """`simulate` prints plain text with units. It printed names of variables, None as a column,
+    True and False, and times without a unit."""
     said = run("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=2,i=2,w=2")
     assert "None" not in said and "True" not in said and "_" not in said
     assert re.search(r"bubble +27.3% of the makespan, 27.3% of the span", said)
@@ -99,8 +100,9 @@ def test_simulate_is_for_people() -> None:
 def test_simulate_says_where_stocks_interleaved_schedule_does_not_run(
     microbatches: int, refuses: bool
 ) -> None:
-    """simulate says for which numbers of microbatches stock's interleaved schedule does not run.
-    Ours takes any number, and "stock's to the last bit" read as if stock's did."""
+    """`simulate interleaved` says if stock's interleaved schedule refuses the number of
+    microbatches. Our schedule accepts any number, and the text "stock's to the last bit" read as if
+    stock's did too."""
     text = " ".join(run("simulate", "interleaved", "--pp", "4", "-m", str(microbatches)).split())
     assert "stock Megatron's to the last bit" in text
     told = f"its own interleaved schedule refuses {microbatches} microbatches"
@@ -113,7 +115,8 @@ def test_simulate_says_what_a_certificate_is_worth() -> None:
     words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "0")
     assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "2")
-    assert "no V within 2 microbatches" not in limited  # there is one that repeats every 30
+    # such a schedule exists: it repeats every 30
+    assert "no V within 2 microbatches" not in limited
     words = ("simulate", "v-min", "--pp", "8", "-m", "8", "--certify", "0")
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "4")
     assert "no V within 4 microbatches repeats the passes of one microbatch every 30 or" in limited
@@ -135,7 +138,8 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     assert [
         report["peak_activation_microbatches"][0] for report in (whole, variant_1, variant_2)
     ] == [4, 6, 5]
-    # The embedding's two passes and the head's three are the same work, divided.
+    # The embedding's two passes and the output layer's three are the same work, split over the
+    # ranks.
     assert variant_1["work"] == variant_2["work"] == pytest.approx(whole["work"])
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0S0", "3SW15", "0GATHER_S0"} <= names
@@ -152,7 +156,8 @@ def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyP
     rows = [row for row in report["plan"]["candidates"] if row["schedule"] == "1f1b"]
     row = {(made["vocab_parallel"], made["layers_moved"]): made["step"] for made in rows}
     assert row["none", True] < row["none", False]
-    # Two ranks hold two microbatches; one more is over the limit, so that some are made again.
+    # Two ranks store two microbatches. A third is over the limit, so some activations are
+    # recomputed.
     refused = ("simulate", "1f1b", "--pp", "2", "-m", "4", *words, *HEAD, "--vocab-parallel", "2")
     assert "least feasible limit for it is 3" in run(*refused, code=2)
     recomputing = json.loads(run(*refused, "--recompute", "fit", "--json"))["makespan"]
@@ -160,8 +165,8 @@ def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyP
 
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    """simulate refuses a picture that cannot be written before it searches. It searched for the
-    schedule, and then refused the picture."""
+    """`simulate` and `plan` refuse a picture's file name before they search for a schedule. They
+    searched first, and then refused the name."""
     simulate = ("simulate", "v-auto", "--pp", "64", "-m", "4096")
     for command in (simulate, ("plan", "pp=64,m=4096")):
         words = (*command, "--plot", str(tmp_path / "x.pdf"))
@@ -270,11 +275,11 @@ def test_doctor_with_no_flag_of_ours_tells_whether_all_patches_fit() -> None:
 
 
 def test_doctor_takes_no_more_than_it_needs(tmp_path: Path) -> None:
-    """doctor imports no more than it needs. Most of its time went into importing torch's compiler,
-    which compiled nothing."""
+    """`doctor` imports no module of torch's compiler, which compiled nothing and took most of the
+    command's time."""
 
     def asked() -> None:
-        for name in list(sys.modules):  # all but torch itself is imported anew
+        for name in list(sys.modules):  # everything but torch itself is imported again
             if name.startswith(("megatron.", "torch._inductor")):
                 del sys.modules[name]
         app(["doctor"], standalone_mode=False)
@@ -298,8 +303,8 @@ def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
-    """verify demands one order of the data on all stages. A table with two orders was valid, and
-    its training learned nothing, as labels belonged to other inputs."""
+    """`verify` requires one order of microbatches on all stages. A table with two orders was called
+    valid, and its training learned nothing, because labels belonged to other inputs."""
     table = tmp_path / "mine.csv"
     forwards = ",".join(f"0F{k}" for k in range(8)) + "," + ",".join(f"0B{7 - k}" for k in range(8))
     turns = ",".join(f"1F{7 - k},1B{7 - k}" for k in range(8))
@@ -312,7 +317,8 @@ def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
 
 
 def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
-    """`verify` read a family in Python as a table, and refused its first line."""
+    """`verify` accepts a Python file with a schedule family. It read the file as a table, and
+    refused its first line."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from megatron_ext.families import Action, Kind, Schedule, family, line\n"
@@ -349,8 +355,8 @@ def test_verify_compares_a_table_with_the_launch(
 
 
 def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
-    """`verify` limits a mistyped number before it takes memory. 999999999999 microbatches took all
-    memory, and the system killed the command without a message."""
+    """`verify` refuses a mistyped microbatch number before it takes memory. With 999999999999
+    microbatches the command took all memory, and the system killed it without a message."""
     table = tmp_path / "mine.csv"
     table.write_text("0F0,0F1,0B0,0B999999999999\n")
     run_it = "from megatron_ext.cli import app; app()"
@@ -392,8 +398,8 @@ def test_doctor_says_what_is_missing_without_our_extras(monkeypatch: pytest.Monk
 
 
 def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
-    """A whole program is written for other tools to check: each rank's row with its messages and
-    waits, in the text form that `parse_action` reads."""
+    """`simulate --program` writes the whole program for other tools to check: each rank's row with
+    its messages and waits, in the text form that `parse_action` reads."""
     file = tmp_path / "rows.txt"
     options = ["--pp", "2", "-m", "2", "--program", str(file)]
     answer = json.loads(run("simulate", "1f1b", *options, "--json"))
@@ -405,8 +411,8 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
 def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tables keep names and figures whole on a narrow terminal. `plan` had "breadth-fir" above
-    "st", and "experiment" above "al"."""
+    """Tables keep names and figures on one line in a narrow terminal. `plan` printed "breadth-fir"
+    above "st", and "experiment" above "al"."""
     only_families(monkeypatch, "1f1b", "breadth-first", "zb-v")
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
     plan = (
@@ -425,8 +431,9 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
 
 @pytest.mark.parametrize("command", ["", "doctor", "verify", "parity", "parity record"])
 def test_help_is_behind_its_short_flag_too_and_types_no_switch(command: str) -> None:
-    """Each command has its help behind ``-h`` too, and help shows no type for a switch. ``-h`` was
-    "No such option", or a word of the launch command, and switches seemed to take a ``<bool>``."""
+    """Every command prints its help for ``-h`` as for ``--help``, and its switches have no type.
+    ``-h`` gave "No such option", or was read as a word of the launch command, and switches seemed
+    to take a ``<bool>``."""
     short, whole = (runner.invoke(app, [*command.split(), flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.output == whole.output
     assert "Show this message and exit" in short.output

@@ -1,4 +1,4 @@
-"""Values that are too small or too large for a figure, and mistakes in a user's code, end a command
+"""Tests of values that are too small or too large, and of mistakes in a user's code: a command ends
 in one line that names them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mine(problem):
 
 
 def refused(*words: str) -> str:
-    """The one line in which the command ``words`` ends."""
+    """Run a command that must be refused, and return the one line in which it ends."""
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 2, (ended.output, ended.exception)
     (line,) = ended.output.splitlines()
@@ -32,7 +32,7 @@ def refused(*words: str) -> str:
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "v-auto"])
 @pytest.mark.parametrize("costs", ["f=1,i=1,w=1e-300,comm=1", "f=1e-300,i=1,w=1,comm=1e17"])
 def test_a_cost_that_is_nearly_nothing_is_refused(spec: str, costs: str) -> None:
-    """A cost that is nearly nothing is refused. Ratios of costs became infinite, and an
+    """Costs such as 1e-300 are refused, and 0 is accepted. Ratios of costs became infinite, and an
     OverflowError ended the command."""
     line = refused(*(word.format(spec) for word in SIMULATE), costs)
     assert f"costs {costs}: 1e-300 is too small; write 0, or costs of at least 1e-18" in line
@@ -43,8 +43,8 @@ def test_a_cost_that_is_nearly_nothing_is_refused(spec: str, costs: str) -> None
 
 @pytest.mark.parametrize("costs", ["f=1,i=1,w=1,comm=1e12", "f=1e-18,i=1e-18,w=1e-18,comm=1"])
 def test_a_search_refuses_messages_that_it_cannot_count(costs: str) -> None:
-    """A search refuses messages that take too long for its counting. Starts of passes are whole
-    numbers of 32 bits, beyond which numpy raised OverflowError."""
+    """A search refuses messages that take very many times as long as a pass. It counts start times
+    in whole numbers of 32 bits, beyond which numpy raised OverflowError."""
     words = [word.format("v-auto") for word in SIMULATE]
     assert "times as long as the passes of a microbatch on a rank" in refused(*words, costs)
     words[1] = "zb-h1"
@@ -53,15 +53,15 @@ def test_a_search_refuses_messages_that_it_cannot_count(costs: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["operations=1e-300,bytes=1", "operations=1,bytes=1e-300"])
 def test_a_gpu_that_computes_nothing_is_refused(gpu: str) -> None:
-    """A GPU that computes nothing is refused. Estimated times became infinite, and an IndexError
-    ended the plan."""
+    """`plan` refuses a --gpu with nearly no operations or bytes a second. Estimated times became
+    infinite, and an IndexError ended the plan."""
     line = refused("plan", "--gpu", gpu, f"pp=2,m=4,{MODEL}")
     assert f"GPU {gpu!r}: operations, bytes, host and peers have to be at least 1" in line
 
 
 @pytest.mark.parametrize("length", ["1e200", "1e308", "1e-400", "1e999"])
 def test_a_length_without_a_square_is_refused(length: str, tmp_path: Path) -> None:
-    """A document's length whose square overflows is refused."""
+    """A document length is refused if its square overflows."""
     (tmp_path / "lengths").write_text(f"512\n{length}\n512\n512\n")
     path = str(tmp_path / "lengths")
     line = refused("simulate", "1f1b", "--pp", "2", "-m", "4", "--microbatch-costs", path)
@@ -78,8 +78,8 @@ def test_a_length_without_a_square_is_refused(length: str, tmp_path: Path) -> No
     ],
 )
 def test_a_mistake_in_a_family_names_file_and_line(code: str, why: str, tmp_path: Path) -> None:
-    """A mistake in a user's schedule family names file and line. A ValueError by mistake was
-    printed as a refusal: its bare text, or nothing at all."""
+    """A mistake in a user's schedule family is reported with file and line. An unintended
+    ValueError was printed like a refusal: as its bare text, or as nothing."""
     path = tmp_path / "mine.py"
     path.write_text(FAMILY.format(code))
     line = refused("simulate", str(path), "--pp", "2", "-m", "4")

@@ -1,4 +1,5 @@
-"""First commands of a new user: the version, and any command under a Python that is too old."""
+"""Tests of first commands of a new user: the version, and any command under a Python that is too
+old."""
 
 import ast
 import os
@@ -31,10 +32,10 @@ def test_version() -> None:
 
 
 def test_an_older_python_can_read_as_far_as_the_message() -> None:
-    """An older Python can run the package far enough to print which version it needs. A checkout
+    """An older Python can run the package far enough to print which version is required. A checkout
     run by Python 3.11 ended in an AttributeError about enum, by 3.6 in a SyntaxError."""
     ast.parse(PACKAGE.read_text(), feature_version=(3, 7))
-    assert "from __future__" not in PACKAGE.read_text()  # 3.6 knows no future annotations
+    assert "from __future__" not in PACKAGE.read_text()  # Python 3.6 has no future annotations
 
 
 def test_an_older_python_is_named_where_the_package_is_imported() -> None:

@@ -1,4 +1,5 @@
-"""The JOB of `plan` and `doctor`, and the options that go with each kind of it."""
+"""Tests of the argument JOB of `plan` and `doctor`, and of the options that each kind of job
+accepts."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ ALONE = {"costs", "rank_speeds", "memory_limit", "all", "plot", "html", "lengths
 
 
 def refused(job: str, *names: str) -> set[str]:
-    """Return the options that are refused, by rules written apart from the code: what a job lacks,
-    and what does not go with other parallel sizes."""
+    """Return the options of ``names`` that must be refused, by rules that are written here
+    independently of the code: options that ``job`` lacks, and those that conflict with
+    --any-sizes."""
     given = set(names)
     lacks = {"world_size", "any_sizes"} if job in ("model", "costs") else set()
     lacks |= {"gpu", "vision"} if job == "costs" else set()
@@ -94,7 +96,7 @@ def test_help_shows_few_options_and_says_which_depend_on_the_job() -> None:
     for name, most in (("plan", 14), ("doctor", 14)):
         command = get_command(app).commands[name]  # type: ignore[attr-defined]
         options = [one for one in command.params if one.param_type_name == "option"]
-        assert len(options) + 1 <= most  # --help
+        assert len(options) + 1 <= most  # --help is one more
         texts = {one.opts[0]: one.help for one in options}
         assert texts["--world-size"].startswith("For launches: ")
         if name == "plan":
@@ -170,7 +172,8 @@ def test_doctor_checks_launches_alone() -> None:
 
 
 def test_doctor_takes_gpus_of_one_kind() -> None:
-    """All ranks got the rates of the first kind, whichever that was."""
+    """`doctor` refuses a --gpu with two types of GPUs. It gave all ranks the rates of the first
+    type."""
     result = CliRunner().invoke(app, ["doctor", "--gpu", "h100:6,a100-40:2", "a.json"])
     assert result.exit_code == 2 and "GPUs of one kind; name one GPU" in result.output
 
@@ -194,7 +197,9 @@ def test_flags_behind_sizes_are_options_of_their_schedules() -> None:
 
 
 def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path) -> None:
-    """Slices without a schedule were counted for Megatron's own, and overlap was ignored."""
+    """Flags after a file of arguments belong to its launch, as after a command. Slices without a
+    schedule of ours were accepted as if Megatron's schedule had them, and the overlap flag was
+    ignored."""
     file = tmp_path / "a.json"
     file.write_text("{}")
     overlap = job_of(str(file), flags=("--overlap-moe-expert-parallel-comm",))

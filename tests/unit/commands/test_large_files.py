@@ -1,4 +1,5 @@
-"""Files of any size cost a command no more memory than what it needs of them."""
+"""Tests that a command takes only as much memory as it needs of a file, whatever the file's
+size."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SIMULATE = ["simulate", "1f1b", "--pp", "2", "-m", "4"]
 
 
 def refused(ended: Ended, *words: str) -> None:
-    """Check that the command ended with one line that names what is wrong, and soon."""
+    """Assert that the command ended soon, with one line that contains ``words``."""
     assert ended.status == 2, ended
     (line,) = ended.output.splitlines()
     assert line.startswith("megatron-ext: error: ") and all(word in line for word in words), line
@@ -25,8 +26,8 @@ def refused(ended: Ended, *words: str) -> None:
 
 @pytest.mark.parametrize("line", ["512 1024 2048 512\n", "4096\n", "1 " * 1000])
 def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
-    """The size of a file of microbatch costs is limited. A file of 60 MB took more than 4 GB of
-    memory."""
+    """A file of --microbatch-costs is refused above 32 MiB, or with a line of more than a million
+    characters. A file of 60 MB took more than 4 GB of memory."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text(line * (60_000_000 // len(line)))
     ended = run_limited([*SIMULATE, "--microbatch-costs", "lengths.txt"], tmp_path)
@@ -43,8 +44,8 @@ def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
 
 
 def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
-    """A recording is read line by line. A rank's lines of 3 GB were read at once, and split into as
-    many texts."""
+    """`parity compare` reads a recording line by line, and refuses a line of more than 64 MiB. It
+    read a rank's 3 GB at once, and split them into as many texts."""
     folder = write(tmp_path / "A", Course())
     lines = folder / "rank-00000.jsonl"
     text = lines.read_text()
@@ -57,8 +58,8 @@ def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--costs", "plan"])
 def test_json_is_limited(option: str, tmp_path: Path) -> None:
-    """The size of JSON files is limited, as values read from JSON take many times the bytes of
-    their text."""
+    """JSON files of more than 32 MiB are refused, because values read from JSON take many times the
+    bytes of their text."""
     (tmp_path / "large.json").write_text("[" + "[]," * 20_000_000 + "0]")
     words = [*SIMULATE, "--costs"] if option == "--costs" else ["plan"]
     refused(run_limited([*words, "large.json"], tmp_path), "large.json has more than 32 MiB")

@@ -1,4 +1,4 @@
-"""Commands with the oldest versions of their requirements that setup.py allows."""
+"""Tests of the commands with the oldest versions of required packages that setup.py allows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from tests.helpers.combinations import nightly
 from tests.helpers.fetched import fetched
 
 ROOT = Path(__file__).parents[3]
-NEEDS_PANDAS = (
-    "test_simulate_says_what_a_certificate_is_worth"  # of OR-tools, which requires numpy 2
-)
+NEEDS_PANDAS = "test_simulate_says_what_a_certificate_is_worth"  # OR-tools requires numpy 2
 
 
 def least_versions() -> dict[str, str]:
-    """Return the lower bounds of what an installation of the package requires."""
+    """Return the oldest allowed version of each package that an installation requires."""
     (required,) = re.findall(r"install_requires=\[(.*)\]", (ROOT / "setup.py").read_text())
     return dict(re.findall(r'"(\w+)>=([\d.]+)"', required))
 
@@ -29,8 +27,8 @@ def test_each_requirement_has_a_lower_bound() -> None:
 
 @nightly("by day the tests of commands run with the newest versions")
 def test_commands_work_with_the_least_versions() -> None:
-    """Commands work with the oldest allowed versions of packages. With typer 0.9, which setup.py
-    allowed, every command ended in a traceback."""
+    """The commands work with the oldest allowed versions of packages. With typer 0.9, which
+    setup.py allowed, every command ended in a traceback."""
     folders = [str(fetched(name, version)) for name, version in least_versions().items()]
     ended = subprocess.run(
         [

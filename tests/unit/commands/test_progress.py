@@ -1,4 +1,5 @@
-"""Long work is heard of: what it does, how far it is, and when it has ended at the latest."""
+"""Tests of progress lines of long work: what is done, how far it is, and when it ends at the
+latest."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.real_time
 
-SOON = 0.02  # seconds
+SOON = 0.02  # seconds between progress lines in a test
 
 
 @contextmanager
@@ -59,8 +60,8 @@ def test_nobody_listens_nothing_runs() -> None:
 
 
 def test_a_line_that_cannot_be_written_ends_nothing() -> None:
-    """A progress line that cannot be written ends nothing, also not the later lines: the thread
-    that prints them ended with the first."""
+    """If a progress line cannot be written, the work and later lines go on. The thread that prints
+    these lines used to end with the first that failed."""
     heard: list[str] = []
 
     def fail_once(text: str) -> None:
@@ -91,12 +92,12 @@ def test_line_says_what_how_far_and_when_it_ends() -> None:
         work.done = 1000
         wait_for(heard)
     assert heard[0].startswith("building zb-v: packing plans, 1,000 of 4,000; 0 s so far")
-    assert "at the most" not in heard[0]  # its steps are not alike: nothing tells when it ends
+    assert "at the most" not in heard[0]  # steps of unequal length do not tell when the work ends
 
 
 def test_steps_that_are_alike_tell_when_it_ends() -> None:
     work = Task("packing", 4000, equal_steps=True, started=time.perf_counter() - 10)
-    assert work.left is None  # nothing is done yet
+    assert work.left is None  # no step is done yet
     work.done = 1000
     assert work.left == pytest.approx(30, abs=0.5)
 
@@ -126,8 +127,8 @@ def test_first_line_waits_and_others_come_now_and_then() -> None:
 
 
 def test_only_the_outermost_listens() -> None:
-    """Only the outermost listener prints progress. `doctor` reports, and calls functions that
-    report themselves: each line is printed once."""
+    """Each progress line is printed once if a function that reports progress calls another one that
+    does so. `doctor` reports, and calls functions that report themselves."""
     with hearing(first=0.0) as heard, hearing(first=0.0) as inner, task("searching"):
         wait_for(heard)
     assert not inner
@@ -167,8 +168,8 @@ def _listener_that_keeps(kept: list[Task]) -> object:
 def test_cache_that_cannot_be_written_is_mentioned_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A cache that cannot be written is mentioned once. On a cluster whose home was full each start
-    searched anew, and no message said why."""
+    """A cache folder that cannot be written is mentioned once. On a cluster with a full home folder
+    each start searched again, and no message said why."""
     shorten_search(monkeypatch)
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
@@ -180,7 +181,7 @@ def test_cache_that_cannot_be_written_is_mentioned_once(
 
 
 def test_stdout_stays_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress goes to stderr, as a script reads what ``--json`` prints on stdout."""
+    """Progress lines go to stderr, because a script reads the output of ``--json`` from stdout."""
     monkeypatch.setattr(shown, "reporting", functools.partial(reporting, first=0.0))
     words = ["simulate", "zb-auto", "--pp", "8", "-m", "32", "--json"]
     result = CliRunner().invoke(app, words)

@@ -1,5 +1,5 @@
-"""Options of schedules have one name: in a training's flags, variables and keywords, and in the
-commands."""
+"""Tests that an option of schedules has one name: in flags, variables and keywords of a training,
+and in the commands."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from megatron_ext.compile.feature_settings import setting_of
 from megatron_ext.config import OVERLAP, SCHEDULE_SETTINGS, PipelineConfig, flag
 from megatron_ext.schedule.problem import ScheduleOptions
 
-# Options of schedules whose names in commands are not those of their settings, and why.
+# Options of schedules with other names in the commands than in a training.
 EXCEPTIONS = {"pairs": OVERLAP, "steps_overlap": "--post-validation"}
-_OTHERS = {"--costs", "--memory-limit", "--rank-speeds"}  # of the problem, named as the settings
+# options of the whole problem, with the names of the settings
+_OTHERS = {"--costs", "--memory-limit", "--rank-speeds"}
 
 
 def options_of(command: str) -> dict[str, str]:
@@ -66,6 +67,7 @@ def test_every_option_of_a_schedule_is_declared_once() -> None:
     ],
 )
 def test_a_mistake_names_the_option_of_the_command(words: tuple[str, ...], text: str) -> None:
-    """Each was refused by a check of its own, with words of its own."""
+    """A refusal of `simulate` names the option as the command spells it. Each mistake was refused
+    by a check of its own, in other words."""
     ended = CliRunner().invoke(app, ["simulate", "1f1b", "--pp", "2", "-m", "4", *words])
     assert ended.exit_code == 2 and text in " ".join(ended.output.split()), ended.output

@@ -1,4 +1,4 @@
-"""The verdict of `plan --any-sizes` in lines."""
+"""Tests of the lines in which `plan --any-sizes` prints its verdict."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_job_that_is_best_is_kept() -> None:
 
 
 def test_unchecked_parts_are_named_with_the_answers_that_rest_on_them() -> None:
-    """Unchecked parts of an estimate are named with each answer that rests on them. A control with
-    context parallelism was not marked."""
+    """`plan --any-sizes` names the parts of its estimate that no measurement has checked, with each
+    answer that depends on them. An answer with context parallelism was not marked."""
     best = replace(BEST, not_checked=("context parallelism", "offload"))
     control = replace(CONTROL, not_checked=("context parallelism",))
     own = replace(OWN, not_checked=("experts across nodes",))

@@ -1,4 +1,5 @@
-"""Files of users: written whole or not at all, and read only if they can be."""
+"""Tests of users' files: they are written whole or not at all, and read only if they are
+readable."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ PACKAGE = Path(megatron_ext.__file__).parent
 def test_a_full_disk_leaves_what_was_there(
     option: str, suffix: str, name: str, tmp_path: Path
 ) -> None:
-    """A full disk leaves the earlier file in place. The error was "[Errno 28] No space left on
-    device" without a path, and the file was cut off."""
+    """If the disk is full, an output file keeps its former contents, and the error names it. The
+    error was "[Errno 28] No space left on device" without a path, and the file was cut off."""
     path = tmp_path / (name + suffix)
     if name == "old":
         path.write_text("as it was")
@@ -55,9 +56,9 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test with a full disk spoils no module. It passed once, and never again on the same
-    machine: modules that it imported first had bytecode of a hundred bytes, for every later
-    process."""
+    """The helper that emulates a full disk writes no bytecode of modules. A test with it passed
+    once and never again on the same machine, because modules that it imported first had bytecode
+    that was cut off, for all later processes."""
     (tmp_path / "new_module.py").write_text(f"text = {'x' * 1000!r}")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -68,8 +69,8 @@ def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_standard_output_is_full() -> None:
-    """A full standard output is one line of error. A command ended with a traceback of fifty
-    lines."""
+    """If standard output cannot be written, a command ends with one line. It ended with a traceback
+    of fifty lines."""
     command = [sys.executable, "-m", "megatron_ext", "schedules"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -98,8 +99,9 @@ def test_a_device_is_written_to_as_it_is(tmp_path: Path) -> None:
 def test_a_file_that_the_shell_has_opened_is_not_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A file that the shell has opened is not replaced. `--csv /dev/stdout >> log` replaced the log
-    by a new file: the log's contents and the rest of the command's output were lost."""
+    """A command that writes to /dev/stdout does not replace the file that the shell has opened.
+    `--csv /dev/stdout >> log` replaced the log: its contents and the rest of the command's output
+    were lost."""
     log = tmp_path / "log"
     log.write_text("earlier\n")
     words = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--csv", "/dev/stdout"]
@@ -119,9 +121,9 @@ def test_a_file_that_the_shell_has_opened_is_not_replaced(
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
-    """Two processes may write one file. Both used the same temporary file next to it: the first
-    file was a mixture, and the second process found nothing to rename. A user's own file of that
-    name was overwritten."""
+    """Two processes that write the same file each write a whole one, and the last wins. They used
+    the same temporary file next to it: the first file was a mixture, and the second process found
+    nothing to rename. A user's own file with that temporary name was overwritten."""
     path, other = tmp_path / "file", tmp_path / "file.begun"
     other.write_text("a user's")
     with whole_file(path) as first:
@@ -140,13 +142,14 @@ def test_whatever_ends_the_block_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# What writes files that are no user's, or cannot be written as a whole, and says so itself.
+# Modules that write files by themselves, because these are no files of users or cannot be written
+# as a whole.
 _OTHERS = {
     "recordings/writing.py",  # a recording grows with its run, and its last line is its end
-    "parity/runs.py",  # the output of a run
-    "search/disk_cache.py",  # a cache, as a whole
+    "parity/runs.py",  # the output of a compared run
+    "search/disk_cache.py",  # a cache, written as a whole
     "rehearsal/processes.py",  # the log of the process that starts ranks, while it runs
-    "rehearsal/server.py",  # replies to a pipe; the log of a rank is that process's own output
+    "rehearsal/server.py",  # replies to a pipe; a rank's log is its process's output
     "observe/trace.py",  # a training's trace grows, and is whole after each step
 }
 
@@ -173,7 +176,8 @@ def _writes(call: ast.Call) -> bool:
         return True
     words = [*call.args, *(keyword.value for keyword in call.keywords)]
     texts = [str(word.value) for word in words if isinstance(word, ast.Constant)]
-    modes = [text for text in texts if set(text) <= set("rwaxbt+")]  # not errors="replace"
+    # the mode of an open, and not a word such as errors="replace"
+    modes = [text for text in texts if set(text) <= set("rwaxbt+")]
     is_writing = any(set(mode) & set("wax+") for mode in modes)
     return is_writing
 

@@ -1,4 +1,5 @@
-"""The families: their published tables, and what their documentation promises of every size.
+"""Tests of the schedule families: their published tables, and the promises of their documentation
+at every size.
 
 In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W cost 1, B 2.
 """
@@ -94,7 +95,7 @@ TABLES = {
         """,
 }  # fmt: skip
 
-# What the documentation of a family promises rank r of p to hold, in microbatches.
+# Peak activations, in microbatches, that a family's documentation promises for rank r of p.
 PEAKS: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda r, p, m: m,
     "1f1b": lambda r, p, m: min(p - r, m),
@@ -117,18 +118,19 @@ def test_table(name: str, p: int, m: int) -> None:
     assert drawn(timeline) == table(TABLES[name, p, m])
 
 
-# Those that search among many schedules have their own tests, at fewer sizes.
+# Searching families have tests of their own, at fewer sizes.
 PLAIN = [name for name, entry in entries().items() if not entry.traits.uses_costs]
 
 
-# Families that refuse some numbers of microbatches.
+# These families refuse some numbers of microbatches.
 GROUPED = ("interleaved", "interleaved-zb", "gis", "gis-h")
 
 
 def accepts(name: str, p: int, m: int) -> bool:
-    """Whether the family is defined for this size; if not, it must say what to write instead."""
+    """Return whether the family is defined for this size, and assert that a refusal says what to
+    write instead."""
     if name not in GROUPED:
-        return True  # otherwise a test of its program fails
+        return True  # if this is wrong, a test of the program fails
     try:
         choose(name).build(problem_for(name, p, m))
     except ValueError as error:
@@ -147,7 +149,7 @@ def test_every_size_is_sound(name: str, size: tuple[int, int]) -> None:
     p, m = size
     assume(accepts(name, p, m))
     problem = problem_for(name, p, m)
-    schedule = program(name, problem).schedule  # raises when it is not
+    schedule = program(name, problem).schedule  # raises if the schedule is not valid
     assert schedule.name == name
     assert runs_to_end(schedule, problem)
     assert bitwise_order(schedule)
@@ -182,8 +184,8 @@ def test_evaluation_is_the_forwards_alone_in_order(name: str, size: tuple[int, i
 
 @pytest.mark.parametrize("p", [2, 8])
 def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
-    """Outputs in flight do not pile up in an evaluation. No gradient comes back that would show
-    that a send has ended, so the send is waited for."""
+    """In an evaluation a rank waits for the send of an output before it has sent many more. No
+    gradient comes back that would show that a send has ended."""
     schedule = program("gpipe", line_problem(p, 40, forward_only=True)).schedule
     for row in schedule.rows:
         under_way = 0
@@ -194,7 +196,8 @@ def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
 
 
 def test_evaluation_holds_nothing() -> None:
-    """An evaluation may do what a training step's limit forbids."""
+    """An evaluation is not held to the memory limit of the training, because it stores no
+    activations."""
     with pytest.raises(InvalidSchedule, match="memory limit"):
         program("gpipe", line_problem(4, 8, limit="1"))
     program("gpipe", line_problem(4, 8, limit="1", forward_only=True))
@@ -205,8 +208,9 @@ def test_evaluation_holds_nothing() -> None:
     "spec", [name for name in entries() if not choose(name).without_search.takes_long]
 )
 def test_no_limit_applies_to_an_evaluation(spec: str, limit: MemoryLimit) -> None:
-    """A limit of 0.6x in a training of 8 microbatches came to 0.6 microbatches in an evaluation of
-    one, for which families had no passes: the training died in its first evaluation."""
+    """No memory limit applies to an evaluation. A limit of 0.6x in a training of 8 microbatches
+    came to 0.6 microbatches in an evaluation of one, for which families had no passes: the training
+    died in its first evaluation."""
     resolved, unlimited = choose(spec).without_search, problem_for(spec, 4, 1, forward_only=True)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (1e6,) * unlimited.placement.stages)
     unlimited = replace(unlimited, costs=unlimited.costs.with_passes(held_bytes=held))
@@ -214,9 +218,9 @@ def test_no_limit_applies_to_an_evaluation(spec: str, limit: MemoryLimit) -> Non
     assert limited.schedule.rows == build_program(resolved, unlimited).schedule.rows
 
 
-# ---- Memory limits
+# ---- memory limits
 
-# What searches long has its own tests.
+# Families with long searches have tests of their own.
 LIMITED = [name for name, entry in entries().items() if not entry.traits.searches] + [
     "gis:vpp=3",
     "hanayo:waves=1",
@@ -234,10 +238,10 @@ LIMITED = [name for name, entry in entries().items() if not entry.traits.searche
 def test_the_limit_that_a_refusal_names_will_do(
     spec: str, size: tuple[int, int], limit: str
 ) -> None:
-    """A refusal names a limit that is enough. gis and interleaved-zb named only the pass that was
-    one too many; bytes came as 8.5e+09, rounded down, which is no valid limit. And with chunks of
-    unequal size, a rank that stores most of its larger ones did not fit within its own figure,
-    whatever the limit."""
+    """A family that refuses a memory limit names a larger one, within which it succeeds. gis and
+    interleaved-zb named only the pass that was one too many. Bytes were printed as 8.5e+09, rounded
+    down, which is no valid limit. With chunks of unequal size, a rank that stores most of its
+    larger chunk did not fit within the named limit."""
     p, m = size
     unlimited = problem_for(spec, p, m)
     stages = unlimited.placement.stages
@@ -284,8 +288,9 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
 
 @pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
-    """zb-auto is never worse with more memory, nor than another family. Only trying shows it: the
-    trials under a larger limit do not include all of those under a smaller one."""
+    """The step of zb-auto gets no longer with a larger memory limit, and is no longer than that of
+    another linear family. Only trying shows this, because the trials under a larger limit do not
+    include all those under a smaller one."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]
     for _ in range(10):
@@ -309,8 +314,9 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
 def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     name: str, published: str, limit: str
 ) -> None:
-    """The quick replacement of a search keeps to its limit and takes the best known schedule. It
-    serves steps that cannot wait: under dynamic batches each has another number of microbatches."""
+    """The schedule that stands in for a search keeps to the memory limit and is no slower than a
+    published one. It serves steps that cannot wait for a search: with dynamic batches each step has
+    another number of microbatches."""
     resolved, p, m = choose(name), 3, 5
     placement = resolved.place(p)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)
@@ -322,7 +328,7 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     assert problem.memory_limit is not None
     if (allowed := problem.memory_limit.microbatches) is not None:
         assert max(fits) <= allowed + 1e-9
-    with contextlib.suppress(ValueError):  # over the limit
+    with contextlib.suppress(ValueError):  # the published schedule may be over the limit
         other = build_program(choose(published), problem)
         assert step_seconds(made, costs) <= step_seconds(other, costs) * (1 + 1e-9)
 

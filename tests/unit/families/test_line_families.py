@@ -1,4 +1,5 @@
-"""zb-h2, 2bp, zb-1p, zb-2p and zb-auto: drawn tables, published figures, never worse than others.
+"""Tests of zb-h2, 2bp, zb-1p, zb-2p and zb-auto: drawn tables, published figures, and comparisons
+with other families.
 
 In the tables a column is a unit of time and ``.`` is idle; F, I and W cost 1.
 """
@@ -55,7 +56,7 @@ TABLES = {
         """,
 }  # fmt: skip
 
-SMALL = (18.522, 18.086, 9.337, 0.601)  # the papers' 1.5B and 28.3B models
+SMALL = (18.522, 18.086, 9.337, 0.601)  # costs of the papers' models with 1.5B and 28.3B parameters
 LARGE = (10.419, 10.207, 7.715, 0.408)
 
 
@@ -99,7 +100,7 @@ def test_zb_auto_is_no_worse_than_published(p, m, costs, limit, time, span) -> N
     ("name", "p", "m", "costs", "share"),
     [
         ("zb-1p", 8, 24, SMALL, 0.1585),
-        ("zb-2p:paper_count=true", 8, 24, SMALL, 0.0436),  # 0.0433 in the paper
+        ("zb-2p:paper_count=true", 8, 24, SMALL, 0.0436),  # the paper has 0.0433
         *at_night(("zb-2p:paper_count=true", 32, 96, LARGE, 0.0038)),
     ],
 )

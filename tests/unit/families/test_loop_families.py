@@ -1,7 +1,8 @@
-"""The looped families: drawn tables, Megatron's own order, published figures, every size.
+"""Tests of the families with a loop placement: drawn tables, Megatron's own order, published
+figures, every size.
 
-In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a chunk
-cost 1, B 2.
+In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a chunk cost
+1, B 2.
 """
 
 import math
@@ -84,7 +85,7 @@ def test_no_worse_than_published(spec, p, m, costs, makespan, peak) -> None:
     assert max(peaks(timeline.schedule, in_microbatches(timeline.schedule))) == peak
 
 
-# Megatron refuses a last group that has fewer microbatches than ranks.
+# Megatron refuses a last group with fewer microbatches than ranks.
 @pytest.mark.parametrize(
     ("spec", "m"),
     [
@@ -200,8 +201,8 @@ def test_one_unit_of_whole_backwards_is_breadth_first(vpp: int) -> None:
 
 
 def test_a_limit_chooses_the_unit() -> None:
-    """The memory limit of a loop chooses its unit of microbatches: more memory never makes the step
-    longer, and all of it is used if that is fastest."""
+    """The family "units" chooses its unit of microbatches by the memory limit. More memory never
+    makes the step longer, and all memory is used if that is fastest."""
     before = math.inf
     for limit in (1, 2, 4, 6, 8, 12, 16):
         problem = replace(problem_for("units", 4, 16), memory_limit=MemoryLimit(microbatches=limit))

@@ -1,4 +1,5 @@
-"""Pages about the families, compared with the families: pictures, formulas and tables."""
+"""Tests of the pages about the families against the families themselves: pictures, formulas and
+tables."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from tests.helpers.schedules import drawn, program, table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
-# ---- The grid in a family's docstring
+# ---- the grid in a family's docstring
 
 _GRID = re.compile(
     r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*?)(?:\n\n|\Z)", re.DOTALL
 )
-# Their docstrings describe the search.
+# Docstrings of these families describe their search, and have no grid.
 SEARCHED = {name for name, entry in entries().items() if entry.traits.searches}
 
 
@@ -35,12 +36,12 @@ def test_the_grid_of_a_docstring_is_the_familys(name: str) -> None:
     p, m, options = int(grid[1]), int(grid[2]), grid[3].removeprefix(",").replace(" ", "")
     spec = f"{name}:{options}" if options else name
     placement = choose(spec).place(p)
-    chunks = placement.chunks  # so that each pass of a chunk takes 1
+    chunks = placement.chunks  # with these costs each pass of a chunk takes 1
     problem = Problem(placement, m, uniform(placement, chunks, chunks, chunks))
     assert drawn(simulate(program(spec, problem), problem.costs)) == table(grid[4])
 
 
-# ---- The formulas of docs/schedules.md, costs as (F, I, W)
+# ---- the formulas of docs/schedules.md, with costs as (F, I, W)
 
 Formula = Callable[[int, int, int, int, int], float]
 
@@ -88,7 +89,8 @@ EQUAL, UNEQUAL = (60, 60, 60), [(60, 72, 48), (60, 120, 60), (36, 72, 12)]
 
 @functools.cache
 def measured(spec: str, p: int, m: int, costs: tuple[int, int, int]) -> tuple[float, float, float]:
-    """Bubble of the makespan, bubble of the span, peak."""
+    """Return the bubble of the makespan, the bubble of the span, and the peak activations of a
+    schedule."""
     placement = choose(spec).place(p)
     problem = Problem(placement, m, uniform(placement, *costs))
     timeline = simulate(program(spec, problem), problem.costs)
@@ -97,7 +99,8 @@ def measured(spec: str, p: int, m: int, costs: tuple[int, int, int]) -> tuple[fl
 
 
 def variants(name: str) -> list[tuple[str, int]]:
-    """``name`` with 2 and 3 chunks a rank if it is a loop: spec and v."""
+    """Return the specs of ``name`` with their chunks a rank: a loop with 2 and with 3, others as
+    they are."""
     placement = choose(name).place(4)
     if placement.name == "loop":
         return [(f"{name}:vpp={v}", v) for v in (2, 3)]
@@ -109,7 +112,7 @@ def variants(name: str) -> list[tuple[str, int]]:
 def test_formula(name: str, p: int) -> None:
     formula = (AT_ANY_COSTS | AT_EQUAL_COSTS)[name]
     for spec, v in variants(name):
-        # Whole groups of microbatches: those of gis-h are ceil(p/2).
+        # The numbers of microbatches are whole groups; a group of gis-h is ceil(p/2).
         few = 2 * p if name != "gis-h" else 4 * -(-p // 2)
         sizes = [(few, EQUAL), (few + p if name != "gis-h" else few, EQUAL)]
         sizes += [(few, costs) for costs in UNEQUAL if name in AT_ANY_COSTS]
@@ -139,7 +142,7 @@ def test_formula_of_the_peak(name: str, p: int) -> None:
         assert measured(spec, p, m, EQUAL)[2] == pytest.approx(PEAKS[name](p, m, v)), spec
 
 
-# ---- The page
+# ---- the page docs/schedules.md
 
 
 def test_every_family_has_its_place_on_the_page() -> None:

@@ -1,21 +1,19 @@
-"""Every family of schedules at many sizes, costs and memory limits.
+"""Tests of every schedule family at many sizes, costs and memory limits.
 
-A family either gives a program that is proved, complete, in microbatch order and within its limit
-(the last three counted here once more, from the rows alone), or says clearly why not. If a limit is
-too small, the refusal names the least feasible one, within which the family succeeds.
+A family gives a program that is proved, complete, in microbatch order and within its limit (the
+last three are counted again here, from the rows alone), or says clearly why not. A refusal of a too
+small limit names the least feasible one, within which the family succeeds. The grid of a night:
 
-The grid of a night:
-
-- p is 2 to 16, 24 and 32; m is 1 to 4p up to p = 8, then 1, p, p+1 and 2p-1, and for p over 16 1, p
-  and p+1. zb-auto, zb-1p and zb-2p, which search, have p 2, 3, 4, 6, 8, 12 and 16, and m 1, p, p+1,
-  2p-1 and 3p+1; v-auto, wave-auto and loop-auto, which search long, have p 2, 3 and 4, and m 1, p
-  and 2p+1.
+- Most families have p 2 to 16, 24 and 32; m is 1 to 4p up to p = 8, then 1, p, p+1 and 2p-1, and
+  for p over 16 1, p and p+1. zb-auto, zb-1p and zb-2p, which search, have p 2, 3, 4, 6, 8, 12 and
+  16, and m 1, p, p+1, 2p-1 and 3p+1. v-auto, wave-auto and loop-auto, which search for longer, have
+  p 2, 3 and 4, and m 1, p and 2p+1.
 - Loops have 2 and 3 chunks a rank, waves are 1 and 2.
-- Costs: equal, 10:12:8 with 1 for a hop, 18:18:9, 10:20:10. A family that does not look at them
-  has the first alone; one that does has all at p <= 4, else (and if it searches) one in turn.
-- Limits, at m = p: a tenth of a microbatch, half the peak without a limit, and all of it; in
-  microbatches where p is even, in bytes where it is odd, with stages that hold unequal amounts. At
-  p <= 8 and m = p+1 the other way round.
+- Costs are equal, 10:12:8 with 1 for a message, 18:18:9, or 10:20:10. A family that does not use
+  costs has equal ones only. One that does has all at p <= 4, else (and if it searches) one in turn.
+- Memory limits, at m = p, are a tenth of a microbatch, half of the peak without a limit, and the
+  whole peak. They are in microbatches for even p, and in bytes for odd p, with stages that store
+  unequal amounts. At p <= 8 and m = p+1 the units are exchanged.
 """
 
 from __future__ import annotations
@@ -48,12 +46,13 @@ COSTS = {
 }
 SEARCHES = ("zb-auto", "zb-1p", "zb-2p")
 SEARCHES_LONG = ("v-auto", "wave-auto", "loop-auto")
-BYTES = 2**30  # of a microbatch on a rank, about
+BYTES = 2**30  # approximate bytes of a microbatch on a rank
 
 
 @dataclass(frozen=True)
 class Case:
-    """One size with one set of costs; ``limited``: the unit of the limits to try, if any."""
+    """One size with one set of costs. ``limited`` is the unit of the memory limits to try, or
+    None."""
 
     spec: str
     ranks: int
@@ -66,10 +65,10 @@ class Case:
 
 
 class Problematic(Exception):
-    """A case that must not be."""
+    """Raised for a case in which a family breaks its promises."""
 
 
-# ---- The grid
+# ---- the grid of sizes
 
 
 def microbatch_counts(family: str, ranks: int) -> list[int]:
@@ -116,8 +115,8 @@ def cases(entry: FamilyEntry, p: int) -> Iterator[Case]:
 
 
 def costs_of(case: Case, placement: Placement) -> Costs:
-    """Return costs whose bytes differ between stages: more on the first and last, and the inputs of
-    W smaller or larger than activations."""
+    """Return costs whose bytes differ between stages: the first and last store more, and the inputs
+    of W are smaller or larger than activations."""
     costs = uniform(placement, *COSTS[case.costs])
     share, last = BYTES / placement.chunks, placement.stages - 1
     stages = range(placement.stages)
@@ -130,12 +129,12 @@ def costs_of(case: Case, placement: Placement) -> Costs:
     )
 
 
-# ---- What must hold, counted from the rows
+# ---- properties of a program, counted from its rows
 
 
 def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
-    """Check that rows are complete, with each pass on its rank, each kind in microbatch order, and
-    F before I before W."""
+    """Raise Problematic unless each pass is on its rank, each kind is complete and in microbatch
+    order, and F comes before I before W."""
     placement, m = problem.placement, problem.microbatches
     order: dict[tuple[int, str], list[int]] = {}
     for rank, row in enumerate(rows):
@@ -154,7 +153,8 @@ def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
 
 
 def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float:
-    """Return the most that a rank holds: microbatches, or bytes if ``unit`` is "bytes"."""
+    """Return the largest amount that a rank stores: in bytes if ``unit`` is "bytes", else in
+    microbatches."""
     share, held_bytes = 1 / problem.placement.chunks, problem.costs.held_bytes
     assert held_bytes is not None
     most = 0.0
@@ -170,11 +170,12 @@ def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float
     return most
 
 
-# ---- Running
+# ---- running the cases
 
 
 def attempt(case: Case, limit: MemoryLimit | None) -> tuple[float, str]:
-    """Return the peak of a sound program, or the reason of its refusal. Raises Problematic."""
+    """Return the peak of a proved program and "", or 0 and the reason of its refusal. Raises
+    Problematic."""
     resolved = choose(case.spec)
     placement = resolved.place(case.ranks)
     problem = Problem(placement, case.microbatches, costs_of(case, placement), limit)
@@ -209,14 +210,14 @@ def named_limit(refusal: str, case: Case) -> MemoryLimit:
 
 
 def run(case: Case) -> int:
-    """Make all attempts at ``case``, and return how many programs were proved. Raises
-    Problematic."""
+    """Build ``case`` without and with each memory limit, and return how many programs were proved.
+    Raises Problematic."""
     most, refusal = attempt(case, None)
     if refusal or case.limited is None:
         return int(not refusal)
     in_bytes, proved = case.limited == "bytes", 1
     tried: set[MemoryLimit] = set()
-    # The peak found is rounded up: bytes are whole.
+    # Bytes are whole, so the measured peak is rounded up.
     for amount in (0.1 * (BYTES if in_bytes else 1), most / 2, most * (1 + 1e-12)):
         limit = MemoryLimit(bytes=int(amount) + 1) if in_bytes else MemoryLimit(amount)
         _, refusal = attempt(case, limit)
@@ -257,7 +258,8 @@ def test_a_family_proves_a_program_or_says_why_not(family: str, ranks: int) -> N
 
 
 def test_what_a_program_must_not_be_is_found() -> None:
-    """Each check is seen failing: on a wrong rank, out of order, incomplete."""
+    """Each check of the sweep fails for a wrong program: with a pass on a wrong rank, out of order,
+    and missing."""
     problem = Problem(choose("1f1b").place(2), 2, uniform(choose("1f1b").place(2), 1, 1, 1, 0))
     rows = build_program(choose("1f1b"), problem).schedule.compute_rows
     check_rows(rows, problem)

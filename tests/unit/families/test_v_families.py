@@ -1,4 +1,4 @@
-"""The families on a V and on waves: their published tables and figures.
+"""Tests of the families on a V and on waves: their published tables and figures.
 
 In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; a chunk's F, I and W cost 1,
 its B 2.
@@ -144,7 +144,7 @@ def test_peak_is_as_promised(name: str, p: int) -> None:
         assert held(m) <= min(PEAKS[name](p), m)
 
 
-# Up to eight ranks: the blocks repeat over p modulo 2 and 3.
+# Sizes up to eight ranks suffice, because the building blocks repeat over p modulo 2 and 3.
 sizes = st.integers(1, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p)))
 
 
@@ -159,16 +159,16 @@ def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
     placement = choose(name).place(p)
     costs = random_costs(random, placement) if random else uniform(placement, *UNEQUAL)
     problem = Problem(placement, m, costs)
-    proved = program(name, problem)  # raises when it is not sound
+    proved = program(name, problem)  # raises if the program is not valid
     assert bitwise_order(proved.schedule)
     assert runs_to_end(proved.schedule, problem)
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_no_microbatch_that_does_not_exist(name: str) -> None:
-    """A table contains only existing microbatches. A published table needs at least 2p-1 or 2p of
-    them, and is cut for fewer: other packages build a table with microbatches which no data
-    iterator has."""
+    """zb-v and dualpipe-v contain only existing microbatches. A published table needs at least 2p-1
+    or 2p of them, and is cut for fewer; other packages build a table with microbatches for which
+    the data iterator has no data."""
     for m in range(1, 8):
         schedule = choose(name).build(problem_for(name, 4, m, *EQUAL))
         assert {action.microbatch for row in schedule.rows for action in row} == set(range(m))
@@ -176,13 +176,13 @@ def test_no_microbatch_that_does_not_exist(name: str) -> None:
 
 def test_weight_gradients_take_their_ranks_next_free_slot() -> None:
     block = BuildingBlock(6, {F: (0, 1, 2, 3), I: (7, 6, 5, 4)}).with_weight_gradients(v(2))
-    # Rank 1 (stages 0 and 3) has slots 2 and 5 of 6 free, rank 0 (stages 1 and 2) has 3 and 4.
+    # Of 6 slots, rank 1 (stages 0 and 3) has 2 and 5 free, and rank 0 (stages 1 and 2) has 3 and 4.
     assert block.starts[W] == (8, 10, 9, 5)
 
 
 def test_squeezing_takes_idle_time_out_as_far_as_memory_allows() -> None:
-    """Squeezing a block removes idle time as far as memory allows. The block starts a microbatch
-    when the one before has gone, after 12 slots of 1/2."""
+    """Squeezing a building block removes idle time as far as memory allows. The block starts a
+    microbatch after the one before has ended, 12 slots of 1/2 later."""
     block = BuildingBlock(12, {F: (0, 1, 2, 3), B: (10, 8, 6, 4)})
     rows = {held: squeeze(block.unroll(4), v(2), chunks_held=held) for held in (2, 3, 4)}
     for held, row in rows.items():

@@ -1,5 +1,7 @@
-"""A sample of the record in tests/records: the script that writes it works, and so does what it
-is a record of. The whole: ``python -m tests.behaviour compare tests/records``."""
+"""Tests a sample of tests/records: today's texts and programs equal the recorded ones.
+
+The whole record is compared by ``python -m tests.behaviour compare tests/records``.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,16 @@ from tests.behaviour.record import Record, differences, from_text, taken, to_tex
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 ANEW = "where that is meant, write it anew: python -m tests.behaviour write tests/records"
 
-# Of how many entries of a subject one is compared here.
+# By subject: one of so many entries is compared here.
 EVERY = {"programs": 25, "help": 1, "outputs": 2, "refusals": 25, "files": 5, "names": 2}
-# What takes Megatron or seconds, or changes with the library that formats it.
+# Entries that need Megatron, take seconds, or change with the library that formats them.
 ELSEWHERE = ("doctor", "megatron-ext", "plan", "simulate 1f1b --pp 4")
 
 
 @pytest.mark.parametrize("subject", EVERY)
 def test_a_sample_is_as_it_was_written(subject: str) -> None:
-    # Megatron is imported here, in one process, and not where tests are collected, in all of them.
+    # Megatron is imported here, in the one process that runs this test, and not in all processes
+    # that collect tests.
     from tests.behaviour.subjects import SUBJECTS
 
     assert EVERY.keys() == SUBJECTS.keys()

@@ -1,4 +1,5 @@
-"""Combinations of settings in tests: by day each pair or each value, at night all of them."""
+"""Tests of the helper that combines settings for tests: by day each pair or each value, at night
+all combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Commits say in one sentence what is true after them, and below it why; none is a merge."""
+"""Tests of commit messages: the subject says in one sentence what is true after the commit, the
+body why; no commit is a merge."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-FIRST = "90ca8bbbc124"  # older commits are as they are
-LONGEST = 120  # characters of a subject
+FIRST = "90ca8bbbc124"  # older commits are not checked
+LONGEST = 120  # characters of a subject at most
 
 
 def _git(*words: str) -> str | None:
-    """Return the output of git; None if it fails: there is no git, or no history."""
+    """Return the output of git, or None if git or the history is missing."""
     try:
         return subprocess.run(
             ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
@@ -36,7 +37,7 @@ def test_commits_have_a_subject_and_a_body_and_are_no_merges() -> None:
 
 
 def problems(parents: str, message: str) -> list[str]:
-    """Return what is wrong with a commit that has these ``parents`` and this ``message``."""
+    """Return what is wrong with a commit with these ``parents`` and this ``message``."""
     subject, _, rest = message.strip().partition("\n")
     found = []
     if len(parents.split()) > 1:

@@ -1,4 +1,5 @@
-"""The settings of `coverage run -m pytest` count what runs on ranks, and in programs of tests."""
+"""Test that `coverage run -m pytest` counts lines that run on forked ranks and in programs that
+tests start."""
 
 from __future__ import annotations
 
@@ -45,12 +46,12 @@ def on_no_rank():
 
 
 def test_lines_that_only_ranks_run_are_counted(tmp_path: Path) -> None:
-    """Coverage counts lines that only ranks run. Ranks end by os._exit, from the tests' process or
-    from a script's, or they are terminated."""
+    """Coverage counts lines that only forked ranks run, although these ranks end by os._exit or are
+    terminated."""
     coverage = pytest.importorskip("coverage", reason="needs coverage, of the extra dev")
     for name, text in (("script.py", SCRIPT), ("work.py", WORK)):
         (tmp_path / name).write_text(text.lstrip())
-    # Without the settings of a run of this test under coverage.
+    # The settings of a coverage run around this test are removed.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     settings = ["--rcfile", str(ROOT / "pyproject.toml")]
     for words in (

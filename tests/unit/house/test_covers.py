@@ -1,4 +1,5 @@
-"""The marks by which tests say what they show, and the words of which they are made."""
+"""Tests of the marks by which tests tell which settings they cover, and of the words in these
+marks."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ def read(grade: Any = "A", kinds: Any = LINE, /, needs_gpu: bool = False, **sett
 
 
 def test_names_that_mean_the_same_are_those_of_recipes() -> None:
-    """Equivalent names of settings are those of the recipes' scripts. Marks of tests import no
-    scripts, so both have the table."""
+    """The table of equivalent setting names is the same in the marks of tests and in the scripts
+    that read recipes. Marks of tests import no scripts, so both have a copy."""
     assert of_recipes.OTHER_NAMES == OTHER_NAMES
 
 
 def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
-    """All marks of tests are understood: this run reads the marks of its tests, and a run of the
-    whole suite reads every mark."""
+    """Every `covers` mark can be read. This run reads the marks of its own tests, and a run of the
+    whole suite reads all."""
     for item in request.session.items:
         for mark in marks_of(item):
             read_mark(mark["test"], mark["words"], mark["settings"], needs_gpu=mark["needs_gpu"])
@@ -72,8 +73,8 @@ def test_what_is_not_understood_is_an_error(mark: Any, told: str) -> None:
 
 
 def test_values_stand_for_others() -> None:
-    """In a mark some values stand for others: two ranks for more, two names for one setting, a list
-    for each of its words."""
+    """In a `covers` mark some values stand for others: two ranks stand for more, two names for one
+    setting, and a list for each of its words."""
     two = features({"context_parallel_size": 2})
     assert two == features({"context_parallel_size": 32}) and len(two) == 1
     assert features({"sft": True}) == features({"enable_offline_packing": True})
@@ -132,9 +133,10 @@ def test_only_kernels_wait_for_a_gpu() -> None:
 
 
 def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mark fails if no code watched the test's trainings. A test kept its marks then, whatever
-    had run."""
-    reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")  # which has no witness
+    """A `covers` mark fails if no witness watched the test's trainings. Such a test used to keep
+    its marks, whatever code had run."""
+    # the setting "packed" has no witness
+    reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")
     monkeypatch.setattr(witnesses, "_seen", None)
     here, callers = (
         "tests/pipeline/training/test_parity.py::test_x",
@@ -156,7 +158,7 @@ def test_the_tests_that_nothing_watches_exist() -> None:
         assert not function or f"def {function}" in (root / file).read_text(), test
 
 
-# ---- What tests show of public recipes
+# ---- settings of public recipes that tests cover
 
 ALL = read_recipes(RECIPES)
 MODELS = read_models()
@@ -170,14 +172,15 @@ def resolved() -> tuple[Recipe, ...]:
 
 @functools.cache
 def everything() -> tuple[Shown, ...]:
-    """A test for each feature that a recipe has, and one of all at once."""
+    """Return a pretended test for each feature of a recipe, and one test of all features."""
     found = {feature for recipe in resolved() for feature in features_of(recipe)}
     one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in found]
     return (*one_by_one, Shown("all", "B", KINDS, frozenset(found)))
 
 
 def grades_of(tests: Sequence[Shown], recipes: Sequence[Recipe], kind: str = "") -> Counter[str]:
-    """How many ``recipes`` are shown, by their grade, under ``kind`` or their own stages."""
+    """Return, by grade, how many of ``recipes`` the ``tests`` cover, under ``kind`` or under the
+    recipes' own stages."""
     evidence = Evidence(tests)
     of_recipes = (evidence.of(kind or kind_of(one), features_of(one)) for one in recipes)
     return Counter(found.grade for found in of_recipes if found.grade is not None)
@@ -204,7 +207,7 @@ def test_a_mark_that_is_removed_lowers_the_figure() -> None:
     without = [shown for shown in evidence if shown.features != {low}]
     assert grades_of([*without, together], resolved()) == {"B": len(ALL) - recipes}
     assert recipes > 20
-    # Features that one test must have together are not shown by one test each.
+    # Features that must be tested together are not covered by separate tests.
     assert grades_of(evidence, resolved()).total() < len(ALL)
 
 

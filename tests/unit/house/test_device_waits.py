@@ -1,10 +1,11 @@
-"""Every call of ours in which a host may wait for its device, and why it may.
+"""Tests that list every call of ours in which a host may wait for its device, with the reason why
+it may.
 
-A device may be waiting for a message whose sender waits for this rank: whoever then waits for the
-device, or for all of a stream, waits for ever (a benchmark of Inductor's did so in the first pass
-of each rank). So within a step the host waits for the event of an earlier pass and for nothing
-else. All that a program has posted before a pass can end without what this rank does later
-(`prove`), so that this wait ends; and one after a row's last action is like one at a pass.
+A device may wait for a message whose sender waits for this rank. If the host then waits for the
+device or for a whole stream, the job hangs (a benchmark of Inductor's did so in the first pass of
+each rank). Within a step the host therefore waits only for the event of an earlier pass. All that a
+program has posted before a pass can end without anything this rank does later (`prove`), so that
+wait ends; a wait after a row's last action is like one at a pass.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 RUNNING = ("megatron_ext/runtime", "megatron_ext/adapter", "megatron_ext/features", "patches")
 
-# Of torch: calls that wait for the device, for a stream, or for an event on one.
+# Calls of torch that wait for the device, for a stream, or for an event on a stream.
 WAITING = {
     *("synchronize", "item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique"),
     *("equal", "allclose", "is_nonzero", "elapsed_time", "empty_cache", "mem_get_info"),
     *("cudaHostRegister", "cudaHostUnregister", "cudaFree", "pin_memory", "barrier"),
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
 }
-# Of Python: they wait if they are given a tensor on a device.
+# Calls of Python that wait for the device if their argument is a tensor on it.
 NUMBERS = {"int", "float", "bool"}
 
-# By reason: file, function, call.
+# The allowed waits by reason: file, function, call.
 ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     "within a step: for an earlier pass, by its event": {
         (
@@ -127,17 +128,17 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(rounds, (entered, left), group=group)",
         ),
         ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
-        (  # allocates once, before the first metrics
+        (  # memory is allocated once, before the first metrics
             "megatron_ext/runtime/measure/exchange.py",
             "AsyncAllGather.__init__",
             "row.pin_memory()",
         ),
-        (  # when a training ends
+        (  # waits only at the end of a training
             "megatron_ext/runtime/measure/exchange.py",
             "AsyncAllGather.wait",
             "self._event.synchronize()",
         ),
-        (  # of events that have been seen to be over
+        (  # these events are known to have happened
             "megatron_ext/runtime/recording.py",
             "DeviceClock.seconds",
             "first.elapsed_time(later)",
@@ -259,7 +260,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
 }
-# Functions that make numbers of numbers, of texts and of settings, and of no tensor.
+# Functions that convert numbers, texts and settings, and no tensors, to numbers.
 NO_TENSORS = {
     ("megatron_ext/adapter/checkpoints/folder.py", "folder_name"),
     ("megatron_ext/adapter/checkpoints/loading.py", "_check_optimizer"),
@@ -291,7 +292,7 @@ NO_TENSORS = {
 
 
 def waits(source: str) -> Iterator[tuple[str, str]]:
-    """The function and the text of each call that may wait."""
+    """Yield the function and the text of each call in ``source`` that may wait for the device."""
     yield from _waits(ast.parse(source), "")
 
 
@@ -307,7 +308,8 @@ def _waits(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
 def _may_wait(call: ast.Call) -> bool:
     match call.func:
         case ast.Attribute(attr="tensor" | "as_tensor"):
-            return any(keyword.arg == "device" for keyword in call.keywords)  # copies, and waits
+            # with a device these calls copy, and wait
+            return any(keyword.arg == "device" for keyword in call.keywords)
         case ast.Attribute(attr=name):
             return name in WAITING
         case ast.Name(id=name):
@@ -316,12 +318,12 @@ def _may_wait(call: ast.Call) -> bool:
 
 
 def is_number(call: ast.Call) -> bool:
-    """Whether ``call`` makes a number of something that may be a tensor."""
+    """Return whether ``call`` converts something that may be a tensor to a number."""
     return ast.unparse(call.func) in NUMBERS and bool(call.args)
 
 
 def found() -> set[tuple[str, str, str]]:
-    """In all of our code that runs while Megatron trains."""
+    """Return the calls that may wait, in all of our code that runs while Megatron trains."""
     files = [path for folder in RUNNING for path in sorted((ROOT / folder).rglob("*.py"))]
     return {
         (str(path.relative_to(ROOT)), function, call)
@@ -348,7 +350,7 @@ def test_no_function_without_tensors_is_listed_in_vain() -> None:
 
 
 def test_the_passes_and_messages_wait_for_nothing() -> None:
-    """The code that runs at every action makes no wait for the device."""
+    """The code that runs at every action of a step never waits for the device."""
     files = {
         f"megatron_ext/runtime/{name}.py"
         for name in ("executor", "stage_io", "stage_passes", "recorder")

@@ -1,4 +1,5 @@
-"""Names in the pages, each of which exists: flags, schedules, commands with options, files."""
+"""Tests that names in the documentation exist: flags, schedules, commands with their options,
+files."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ PAGES = [
 ON_EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 MEGATRONS = {"--pipeline-model-parallel-size", "--pipeline-model-parallel-layout"}
-PLACEHOLDERS = {"SPEC", "NAME", "FILE", "NAME|FILE"}  # and the reader's own files
+PLACEHOLDERS = {"SPEC", "NAME", "FILE", "NAME|FILE"}  # placeholders for names of the reader's own
 COMMANDS = typer.main.get_group(app).commands
 
 
 def code(page: Path) -> list[str]:
-    """Return the texts that ``page`` sets as code: in a line, as a block, indented."""
-    text = re.sub(r"^ {3}(?=\S)", "", page.read_text(), flags=re.MULTILINE)  # blocks of a list
+    """Return the texts that ``page`` formats as code: within a line, as a block, or indented."""
+    text = re.sub(r"^ {3}(?=\S)", "", page.read_text(), flags=re.MULTILINE)  # blocks within lists
     shown = r"^```(?:console|text)\n.*?^```"
     text = re.sub(shown, commands_alone, text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -43,7 +44,7 @@ def code(page: Path) -> list[str]:
 
 
 def commands_alone(block: re.Match[str]) -> str:
-    """A block without the outputs, which are the commands' own words."""
+    """Return ``block`` without the outputs of its commands."""
     return "\n".join(["```", *re.findall(r"^\$ ((?:.*\\\n)*.*)", block[0], re.MULTILINE), "```"])
 
 
@@ -61,11 +62,11 @@ def test_schedules_exist(page: Path) -> None:
         for spec in re.findall(r"--pipeline-schedule[ =]([^\s`]+)", words):
             if spec in {*PLACEHOLDERS, PLAN} or re.match(r"NAME|mine\.|my_schedule\.py", spec):
                 continue
-            if auto_searches(spec) is not None:  # which raises for what it does not know
+            if auto_searches(spec) is not None:  # raises for an unknown search
                 continue
             name, _, options = spec.partition(":")
             assert name in entries(), spec
-            # a value in capitals is the reader's
+            # a value in capitals stands for one of the reader's
             choose(f"{name}:{options}" if options and options.islower() else name)
 
 
@@ -76,7 +77,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             name, *given = re.sub(r" -- .*", "", rest).split()
             assert name in COMMANDS, words
             command = COMMANDS[name]
-            if isinstance(command, typer.core.TyperGroup):  # "commands" may be left out
+            if isinstance(command, typer.core.TyperGroup):  # the word "commands" may be missing
                 named = given and given[0] in command.commands
                 command = command.commands[given[0] if named else "commands"]
             known = {option for p in command.params for option in p.opts} | {"--help"}
@@ -94,8 +95,9 @@ def test_files_exist(page: Path) -> None:
 
 
 def test_who_comes_from_zero_bubble_finds_each_feature() -> None:
-    """A reader who comes from zero-bubble's own code finds each feature on this page. Offload and
-    measured costs were "not there yet" months after they existed."""
+    """docs/comparison.md, for readers who come from the zero-bubble paper's own code, names the
+    flag of every feature. It said "not there yet" of offload and of measured costs months after
+    they existed."""
     page = (ROOT / "docs" / "comparison.md").read_text()
     to_look_at_a_run = {"trace", "trace_iters", "report_split", "metrics", "race", "race_then"}
     for setting in fields(PipelineConfig):

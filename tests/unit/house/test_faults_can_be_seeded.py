@@ -1,5 +1,5 @@
-"""tests/faults.py stays true while the code moves: what it changes is there, and so are the tests
-that are to catch it."""
+"""Tests that the faults in tests/faults.py can be seeded: the source lines that they change exist,
+and so do the tests that must catch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Features that a folder holds whole: little else names them, and one can be deleted."""
+"""Tests of features that a folder contains completely: little other code names them, and a feature
+can be deleted."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {path.parent.name: path.parent for path in ROOT.glob("megatron_ext/features/*/adapter*")}
 PURE_PARTS = ("settings", "schedule", "report", "refusals")
 
-# Files outside a feature's folder in which a name or a text of its declaration occurs, at most;
-# config.py, which has its fields, is one of them. They may only fall.
+# The largest allowed number of files outside a feature's folder that name its settings; config.py,
+# which has the fields, is one of them. These numbers may only fall.
 AT_MOST = {
     "arrangement": 1,
     "split_report": 2,
@@ -79,17 +80,17 @@ def test_a_setting_of_a_feature_is_a_field_and_has_one_declaration() -> None:
 
 
 def names_in_declaration(feature: str) -> list[str]:
-    """Return the names of the settings that a ``feature`` declares, and the values that it adds to
-    other settings."""
+    """Return the names of the settings that ``feature`` declares, and the values it adds to other
+    settings."""
     part = importlib.import_module(f"megatron_ext.features.{feature}.settings")
     (declared,) = (value for value in vars(part).values() if isinstance(value, FeatureSettings))
     return [*declared.declared, *declared.values]
 
 
 def mentions(text: str, names: list[str]) -> Iterator[str]:
-    """Yield what in a module with this ``text`` is one of the settings ``names``: attributes and
-    keywords of that name, and strings that are it or contain its flag or variable. Reads of a
-    schedule's options are none."""
+    """Yield the mentions of the settings ``names`` in a module's ``text``: attributes and keywords
+    of that name, and strings that equal it or contain its flag or variable. Reading a schedule's
+    options does not count."""
     written = re.compile("|".join(rf"{word}(?![\w-])" for name in names for word in words(name)))
     tree = ast.parse(text)
     docstrings = {
@@ -123,7 +124,7 @@ def test_little_outside_its_folder_names_a_feature(feature: str) -> None:
             places = [*mentions(path.read_text(), names)]
             if places and not name.startswith(NOT_LOOKED_AT):
                 found[name] = places
-    assert "config.py" in found  # which has the field
+    assert "config.py" in found  # config.py has the field of the setting
     assert len(found) <= AT_MOST[feature], found
 
 
@@ -137,8 +138,8 @@ def test_a_name_of_a_feature_is_found() -> None:
 
 
 def without(feature: str, folder: Path) -> None:
-    """Copy the repository into ``folder``, and delete ``feature``: its folder, its lines in the
-    lists of features, its patches and its fields of the config."""
+    """Copy the repository into ``folder``, and delete ``feature`` there: its folder, its lines in
+    the lists of features, its patches and its fields of the config."""
     for name in ("megatron_ext", "patches", "scripts", "examples", "tests", "docs", ".mypy_cache"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, folder / name, symlinks=True)
@@ -173,8 +174,8 @@ def passes(folder: Path, *words: str) -> None:
 
 
 def test_split_report_can_be_deleted(tmp_path: Path) -> None:
-    """Its folder goes, its lines in the lists of features and its field of the config; types,
-    walls and trainings then are as before."""
+    """The feature split_report can be deleted: its folder, its lines in the lists of features, and
+    its field of the config. Types, the rules for imports and a training then still pass."""
     without("split_report", tmp_path)
     passes(tmp_path, "mypy", "megatron_ext")
     training = "test_resumed_training_is_stock_to_the_last_bit[pp2-zb-h1]"
@@ -185,10 +186,11 @@ def test_split_report_can_be_deleted(tmp_path: Path) -> None:
 
 
 @nightly("by day the split report is deleted in the same way")
-@pytest.mark.timeout(1800)  # its trainings are those of a whole file
+@pytest.mark.timeout(1800)  # it runs the trainings of a whole test file
 def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
-    """A feature that changes schedules goes with its patches. The option of the problem stays, with
-    its default in all trainings; nothing else reads the setting."""
+    """Post-validation, a feature that changes schedules, can be deleted with its patches. The
+    option of the problem stays, with its default in all trainings; no other code reads the
+    setting."""
     without("post_validation", tmp_path)
     passes(tmp_path, "mypy", "megatron_ext")
     walls = "tests/unit/house/test_walls.py"

@@ -1,4 +1,5 @@
-"""Features take part in a training by hooks, and its core files name none of them."""
+"""Tests that features take part in a training by hooks only, and that its core files name no
+feature."""
 
 import ast
 from pathlib import Path
@@ -9,9 +10,9 @@ from tests.unit.house.test_walls import uses, within
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = ROOT / "megatron_ext/adapter/step"
-AT_MOST = 18  # modules of ours that pipeline_training.py imports; it may only fall
+AT_MOST = 18  # number of our modules that pipeline_training.py imports, which may only fall
 
-# Folders and files of features, by the module's name.
+# Modules and folders that belong to features.
 OF_FEATURES = (
     *("adapter.slices", "adapter.pairs"),
     "adapter.transformer_engine",
@@ -31,7 +32,7 @@ CORE = (
     *("runtime/stage_io.py", "runtime/stage_passes.py", "adapter/stock/stock_step.py"),
     *("adapter/arguments.py", "adapter/programs.py"),
 )
-# Options of a schedule, and the words for what they do.
+# Words for options of a schedule, and for what these do.
 OF_OPTIONS = (
     *("vocab", "offload", "recompute", "overlap", "pairs", "post_validation", "profile"),
     *("host", "batched"),
@@ -39,7 +40,7 @@ OF_OPTIONS = (
 
 
 def imported(text: str) -> set[str]:
-    """Return what a module with this ``text`` imports of ours, also in functions."""
+    """Return the modules of ours that a module with this ``text`` imports, within functions too."""
     return {
         use.name.removeprefix("megatron_ext.")
         for use in uses(text, "megatron_ext.module")
@@ -78,9 +79,9 @@ def test_only_trainings_import_the_list_of_features() -> None:
 
 
 def test_the_construction_of_programs_names_no_feature() -> None:
-    """The construction reads whether microbatches are cut and which stages are trained, as every
-    family has to know both. The hooks of `compile.features` do whatever else the problem
-    requires."""
+    """The file that builds a problem and its program (compile/build.py) names no feature. Only
+    whether microbatches are cut, and which stages are trained, may be read there, because every
+    family has to know these; hooks of `compile.features` do everything else."""
     tree = ast.parse((ROOT / "megatron_ext/compile/build.py").read_text())
     assert not named_features(tree)
 
@@ -102,6 +103,6 @@ def named_features(tree: ast.AST) -> set[str]:
 def test_the_training_imports_no_more_modules_than_it_did() -> None:
     names = imported((STEP / "pipeline_training.py").read_text())
     assert len({name.rpartition(".")[0] for name in names}) == AT_MOST
-    for name in OF_FEATURES:  # none has moved away from this test
+    for name in OF_FEATURES:  # each listed module still exists
         place = ROOT / "megatron_ext" / name.replace(".", "/")
         assert place.is_dir() or place.with_suffix(".py").is_file(), name

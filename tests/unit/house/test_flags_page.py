@@ -1,4 +1,5 @@
-"""docs/flags.md, and the keywords of `megatron_ext.install`, are what PipelineConfig declares."""
+"""Tests that docs/flags.md, and the keywords of `megatron_ext.install`, agree with the fields of
+PipelineConfig."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def kind(setting: Field[Any]) -> str:
 
 
 def argument(setting: Field[Any]) -> str:
-    """Return the line of a docstring on ``setting``: the first sentence of its help."""
+    """Return the docstring line on ``setting``: the first sentence of its help."""
     first = _SENTENCE.split(setting.metadata["help"])[0].rstrip(".")
     text = f"{setting.name} ({kind(setting)}): {first}."
     return textwrap.fill(
@@ -47,7 +48,8 @@ def argument(setting: Field[Any]) -> str:
 
 
 def test_install_has_a_typed_keyword_for_every_setting() -> None:
-    """It took any keyword, and an editor knew none."""
+    """`megatron_ext.install` has a typed keyword for every setting. It accepted any keyword, so
+    editors knew none."""
     schedule, *others = fields(PipelineConfig)
     keywords = "\n".join(f"    {one.name}: {kind(one)} | None = None," for one in others)
     begin = "    schedule: str | None = None,\n    *,"

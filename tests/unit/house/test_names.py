@@ -2,9 +2,9 @@
 
 A public function of a module has a name of its own in megatron_ext and patches, and a file in
 megatron_ext, or names.toml lists the name with the number of files and a reason. Excepted are
-`patches`, which each file of patches/ defines, file names there, which mirror other people's, and
-the parts of features.
-Names of classes, aliases and all that files bind are counted in test_plain_words.py.
+`patches`, which each file of patches/ defines, file names there, which mirror other packages, and
+the parts of features. test_plain_words.py counts the names of classes, aliases and all other names
+that files bind.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def files(*tops: str) -> list[Path]:
         path
         for top in tops
         for path in (ROOT / top).rglob("*.py")
-        if PATCHES not in path.relative_to(ROOT / top).parts  # a link
+        # megatron_ext/patches is a link to patches/
+        if PATCHES not in path.relative_to(ROOT / top).parts
     ]
 
 
 def is_named_by_its_place(path: Path) -> bool:
-    """Whether ``path`` is a package's own file, or a part of a feature."""
+    """Return whether ``path`` is an ``__init__.py``, or a part of a feature."""
     return path.stem == "__init__" or (path.stem in LEVELS and path.parts[-3] == "features")
 
 
@@ -56,7 +57,7 @@ def listed(kind: str) -> dict[str, int]:
 
 
 def differences(found: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
-    """Return a line for each name that is found more or less often than the list says."""
+    """Return a line for each name that occurs in more or fewer files than names.toml says."""
     return [
         f"{name}: in {found.get(name, 1)} files, listed for {known.get(name, 1)}: find another "
         f"name, or correct {LIST.relative_to(ROOT)}"

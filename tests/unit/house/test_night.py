@@ -1,4 +1,4 @@
-"""Pieces of the night, what they write into its record, and what is wrong with a record."""
+"""Tests of the night: its pieces, the lines that they add to the record, and checks of a record."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_pieces_take_about_the_same_time() -> None:
 
 
 def test_recorded_nights_are_green() -> None:
-    """Recorded nights are green. Files without a line in the record are not compared."""
+    """All recorded files of the night have passed with today's number of cases. Files without a
+    line in the record are not checked."""
     lines = record.read()
     cases = night_cases([name for name in night_files() if name in lines])
     assert problems(lines, dict.fromkeys(lines.keys() & COMMANDS, 1) | cases) == []

@@ -1,4 +1,5 @@
-"""Contents of an installation: the whole package, and nothing that a container brings itself."""
+"""Tests of an installation: it contains the whole package, and requires nothing that a container
+brings itself."""
 
 import os
 import re
@@ -17,10 +18,11 @@ import megatron_ext
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Without isolation and dependencies the network is not needed.
+# Without isolation and dependencies, pip needs no network.
 OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
 
-# What pip calls, in a process of its own: a wheel, and one from a source distribution.
+# Programs for a separate process that call the functions pip calls: one builds a wheel, the other a
+# source distribution and a wheel from it.
 WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SOURCE_AND_WHEEL = """
 import os
@@ -60,7 +62,7 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git would commit: no build leftovers, and the symlink as a symlink."""
+    """Return a copy of the files that git would commit, with the link to patches/ as a link."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs git and a checkout, to copy what belongs to the repository")
     copy = tmp_path_factory.mktemp("tree")
@@ -93,7 +95,8 @@ def test_patches_is_a_relative_symlink(tree: Path) -> None:
 
 
 def test_every_folder_with_code_is_a_package(tree: Path) -> None:
-    """A wheel omits a folder without ``__init__.py``, and no message says so."""
+    """Every folder with code has an ``__init__.py``. A wheel omits other folders without a
+    message."""
     folders = {
         path.parent for top in ("megatron_ext", "patches") for path in (tree / top).rglob("*.py")
     }
@@ -105,7 +108,8 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {path.relative_to(tree).as_posix() for path in (tree / "megatron_ext").rglob("*.py")}
     assert patch_files(tree) | ours <= names
-    assert "megatron_ext/py.typed" in names  # else a type checker takes all of it for Any
+    # without this file, type checkers treat everything in the package as Any
+    assert "megatron_ext/py.typed" in names
     browser = (tree / "megatron_ext" / "viz" / "page" / "browser").iterdir()
     assert {path.relative_to(tree).as_posix() for path in browser} <= names
     assert "megatron_ext/cost_model/gpus.toml" in names
@@ -122,7 +126,7 @@ def test_source_distribution_makes_the_same_wheel(tree: Path, wheel: Path, tmp_p
 
 
 def metadata(wheel: Path) -> Message:
-    """Return the description of the package in ``wheel``."""
+    """Return the metadata of the package in ``wheel``."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_string(archive.read(path).decode())
@@ -141,13 +145,14 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
     ]
     extras = data.get_all("Provides-Extra", [])
     assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "search", "te"]
-    # PyPI's apex is another project than NVIDIA's.
+    # The package apex on PyPI is another project than NVIDIA's.
     assert not [line for line in required if re.match(r"(nvidia[-_])?apex\b", line)]
     assert data["Requires-Python"] == ">=3.12"
 
 
 def test_strangers_learn_what_it_is(wheel: Path) -> None:
-    """The wheel describes itself to strangers. It had a name, a version and nothing else."""
+    """The wheel's metadata describe the project: author, license, summary, keywords and README.
+    They had only a name and a version."""
     data = metadata(wheel)
     assert data["Version"] == megatron_ext.__version__
     assert data["Author"] == "the megatron_ext developers"
@@ -156,12 +161,12 @@ def test_strangers_learn_what_it_is(wheel: Path) -> None:
     assert data["Summary"] and data["Keywords"]
     assert data["Description-Content-Type"] == "text/markdown"
     assert data.get_payload() == (ROOT / "README.md").read_text()
-    assert data["Project-URL"] is None  # nobody has said where it is published
+    assert data["Project-URL"] is None  # the place of publication is not decided
 
 
 def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) -> None:
-    """A release links to the place of its pages: on a package index a link to docs/flags.md leads
-    nowhere."""
+    """The description in a release links to the repository's pages at the release's tag. On a
+    package index a relative link to docs/flags.md would lead nowhere."""
     url = "https://example.invalid/somebody/megatron_ext"
     prepare = (sys.executable, "-c", METADATA.format(tmp_path))
     run(*prepare, cwd=tree, env={"REPOSITORY_URL": url})
@@ -186,13 +191,14 @@ def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text().splitlines()
     assert re.fullmatch(r"ARG IMAGE=nvcr\.io/nvidia/nemo:\d\d\.\d\d", dockerfile[1])
     install, doctor = dockerfile[-2:]
-    # A list of versions in the image forbids what builds us; ours asks for no version of anything.
+    # NVIDIA's list of versions in the image would forbid our build requirements; installing our
+    # package changes no version.
     assert "PIP_CONSTRAINT= python -m pip install" in install and "[" not in install
     assert doctor == "RUN python -m megatron_ext doctor"
 
 
 def test_an_image_gets_nothing_that_git_ignores() -> None:
-    """A container image gets no file that git ignores: .venv has several GB."""
+    """A container image gets no file that git ignores, such as .venv with its several GB."""
     left_out = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "build", "dist", "runs"} <= set(left_out)
 
@@ -213,8 +219,8 @@ def test_installed_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> N
 
 
 def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -> None:
-    """An editable installation follows the symlink to patches/. A venv within a venv sees the
-    packages of neither, so a path file adds ours."""
+    """An editable installation follows the link megatron_ext/patches. The new venv, made within a
+    venv, would see no packages, so a path file adds ours."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
@@ -222,7 +228,8 @@ def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed")
     run(*pip, *OFFLINE, "--editable", tree, cwd=tmp_path)
     check_import(python, {"PYTHONPATH": ""}, tree, tmp_path)
-    # The finder maps the package alone: the repository root would bring `patches` and `tests`.
+    # The installation's import hook covers the package only: the repository root would also bring
+    # `patches` and `tests`.
     code = (
         "import importlib.util\n"
         "for name in ('patches', 'tests', 'scripts', 'examples'):\n"
@@ -233,5 +240,6 @@ def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -
 
 
 def test_patches_never_shadow_megatron() -> None:
-    """With patches/ on the path, ``import megatron`` would find our mirror of it."""
+    """patches/ is not on the module path. With it, ``import megatron`` would find our mirror of
+    Megatron's tree."""
     assert not [entry for entry in sys.path if Path(entry).resolve() == ROOT / "patches"]

@@ -45,12 +45,13 @@ Counts = dict[str, dict[str, int]]
 
 @functools.cache
 def sources() -> dict[Path, SourceWords]:
-    """Return what was found in each file of ours, by its path from the root."""
+    """Return the places found in each of our source files, by the file's path from the root."""
     found = {}
     for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
             relative = path.relative_to(ROOT)
-            if relative.parts[:2] != ("megatron_ext", "patches"):  # a link: patches/ itself is read
+            # this link is ignored, since patches/ itself is read
+            if relative.parts[:2] != ("megatron_ext", "patches"):
                 found[relative] = read_source(path.read_text(), strings=top != "tests")
     return found
 
@@ -61,7 +62,8 @@ def counted() -> Counts:
 
 
 def repeated_in_product() -> dict[str, list[Path]]:
-    """Return, by name, the files of repeated classes; scripts and tests may repeat a name."""
+    """Return, by name, the files of classes whose name occurs more than once in megatron_ext and
+    patches; scripts and tests may repeat a name."""
     product = ("megatron_ext", "patches")
     return repeated_classes({p: words for p, words in sources().items() if p.parts[0] in product})
 
@@ -71,7 +73,8 @@ def committed() -> Counts:
 
 
 def differences(old: Counts, new: Counts) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return the numbers that differ, old and new, by package and rule."""
+    """Return the numbers that differ between ``old`` and ``new``, as (old, new) by package and
+    rule."""
     keys = {(package, rule) for both in (old, new) for package, of in both.items() for rule in of}
     numbers = {
         (p, r): (old.get(p, {}).get(r, 0), new.get(p, {}).get(r, 0)) for p, r in sorted(keys)
@@ -109,7 +112,8 @@ def test_no_number_rises() -> None:
 
 
 def test_no_number_is_out_of_date() -> None:
-    """A number that has fallen is lowered in the file, or it could rise as far as before."""
+    """A number that has fallen is lowered in plain_words.toml too. Otherwise it could rise to its
+    old value unnoticed."""
     found = differences(committed(), counted())
     if documents.writes_pages and all(new < old for old, new in found.values()):
         NUMBERS.write_text(as_text(counted()))

@@ -1,6 +1,6 @@
-"""Adding something touches few files: probes that add a dummy to a copy of the repository.
+"""Tests that adding something touches few files: each adds a dummy to a copy of the repository.
 
-The lists of files, pages and tests among them, are in docs/architecture.md.
+The touched files, with pages and tests, are listed in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.probes import Edit, check_listed, touched
 
-# Of the package; then of pages and tests.
+# Edits that add a kind of action: of the package, then of pages and tests.
 _KIND: tuple[Edit, ...] = (
     ("schedule/action.py", "    SEND_F = ", '    DUMMY = "D"\n'),
     (
@@ -141,7 +141,7 @@ assert [a.microbatch for a in made.run] == [0, 1, 2], made.run
 """
 
 
-# A setting that computes all weight gradients last.
+# Edits that add a setting, which computes all weight gradients last.
 _FLAG: tuple[Edit, ...] = (
     (
         "config.py",
@@ -385,8 +385,8 @@ def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
 def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
     """A new kind of action touches ten files: its member, its rule with cost, colour and legend, a
     named transform, a handler whose owner is named, and the commands that simulate and plan. It
-    touched 16 of the package when proof, simulation, memory and pictures had tables of their own.
-    """
+    touched 16 files of the package when proof, simulation, memory and pictures had tables of their
+    own."""
     edits = of_package(_KIND) + _LISTS_OF_KINDS
     files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
@@ -397,9 +397,10 @@ def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
 
 @pytest.mark.search
 def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None:
-    """Outside the feature's folder: the setting's field, the option with its conflict, the lists of
-    three levels, and the keyword of `install`, which a command writes. It touched 33 of the
-    package, and touches six."""
+    """A new setting that changes a schedule touches 14 files outside its feature's folder: its
+    field, the option with its conflict, the lists of three levels, pages and tests, and the keyword
+    of `install`, which a command writes. Of the package it touches six files; it once touched 33.
+    """
     edits = of_package(_FLAG) + _LISTS_OF_FLAGS
     files = touched(edits, _RUN_FLAG, tmp_path)
     assert len([file for file in files if "features/late_weights" not in file]) == 14
@@ -407,8 +408,8 @@ def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None
 
 
 def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
-    """A new GPU touches two files: its name, its plan, errors and the page come from the data file.
-    It touched five of the package."""
+    """A new GPU touches two files: its name, its plans, its errors and the page come from the data
+    file. It touched five files of the package."""
     files = touched(of_package(_GPU), _RUN_GPU, tmp_path)
     assert len(files) == 2
     assert "| `d1000` | 1,000 |" in (tmp_path / "docs" / "estimated-costs.md").read_text()
@@ -417,7 +418,7 @@ def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
 
 def test_a_refusal_touches_three_files(tmp_path: Path) -> None:
     """A new refusal touches three files: checks, page and records come from the line that declares
-    it. It touched four of the package, and a new feature with refusals six."""
+    it. It touched four files of the package, and a new feature with refusals six."""
     files = touched(of_package(_REFUSAL), _RUN_REFUSAL, tmp_path)
     assert len(files) == 3
     record = (tmp_path / "tests" / "records" / "refusals.txt").read_text()

@@ -1,10 +1,11 @@
-"""The files that a newcomer reads first exist, and are short enough for one day."""
+"""Test that the files that CONTRIBUTING.md tells a newcomer to read first exist and are short
+enough for one day."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-LINES = 2000  # of code and text that somebody reads on the first day
+LINES = 2000  # lines of code and text that a newcomer can read on the first day
 
 
 def test_what_is_read_first_is_short() -> None:
@@ -19,5 +20,5 @@ def test_what_is_read_first_is_short() -> None:
 
 
 def read(item: str) -> list[str]:
-    """Return the files that an item names before it says what is in them."""
+    """Return the files that an item of the list names before its description."""
     return re.findall(r"`([^`]+)`", item.partition(": ")[0])

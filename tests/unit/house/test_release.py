@@ -1,4 +1,4 @@
-"""scripts/release.sh says whether a release can be made."""
+"""Tests of scripts/release.sh, which says whether a release can be made."""
 
 from __future__ import annotations
 

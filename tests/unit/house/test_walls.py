@@ -1,15 +1,13 @@
-"""The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
+"""The walls of the architecture, checked on syntax trees, so that no import runs the wrong way.
 
     commands -> launch (doctor -> planner -> command -> script) -> patches -> adapter -> runtime
       -> viz -> planner -> observe, race, cost_model -> schedule_families -> search -> compile
       -> schedule
 
-A part of a feature counts as a module of its level (`LEVELS`).
-
-Schedules are pure data that any machine can make and prove without torch; the runtime executes
-them without Megatron; the adapter speaks Megatron's words; whatever touches other people's code is
-in patches/ and nowhere else. An import of the wrong kind breaks nothing on the day it is written,
-which is why a test looks for it.
+A part of a feature counts as a module of its level (`LEVELS`). Schedules are pure data that any
+machine can build and prove without torch, the runtime executes them without Megatron, and only the
+adapter and the patches know Megatron. A wrong import breaks nothing on the day it is written, so a
+test looks for it.
 """
 
 import ast
@@ -32,18 +30,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Use:
-    """A module named in a file: imported by it, or in one of its strings."""
+    """Module that a file imports, or names in a string."""
 
     name: str
     line: int
-    how: str  # "import", "import_module" (by a call) or "string"
-    lazy: bool  # inside a function, or for the type checker only
+    how: str  # "import", "import_module" (called) or "string"
+    lazy: bool  # within a function, or for type checkers only
 
 
 @dataclass(frozen=True)
 class Wall:
-    """A rule over every use of a module in the files it covers. It allows all imports whose name
-    has no ``word`` in it."""
+    """Rule for every import in the files that it covers. Imports whose name does not contain
+    ``word`` are always allowed."""
 
     rule: str
     covers: Callable[[str], bool]
@@ -51,9 +49,9 @@ class Wall:
     word: str = ""
 
 
-@functools.cache  # each wall reads the same files
+@functools.cache  # cached, because each wall reads the same files
 def uses(source: str, module: str, *, is_package: bool = False) -> tuple[Use, ...]:
-    """Every module that ``source``, the text of ``module``, names."""
+    """Return every module that ``source``, the text of ``module``, imports or names in a string."""
     package = module if is_package else module.rpartition(".")[0]
     return tuple(_uses(ast.parse(source), package, lazy=False))
 
@@ -63,7 +61,7 @@ def _uses(node: ast.AST, package: str, lazy: bool) -> Iterator[Use]:
     while nodes:
         node, lazy = nodes.pop()
         match node:
-            case ast.Name() | ast.expr_context() | ast.operator():  # most nodes
+            case ast.Name() | ast.expr_context() | ast.operator():  # most nodes are of these types
                 continue
             case ast.Import(names=names):
                 for alias in names:
@@ -93,7 +91,7 @@ def _last_name(function: ast.expr) -> str:
     return ""
 
 
-LEVELS = {  # by part of a feature
+LEVELS = {  # level of each part of a feature
     "settings": "compile",
     "schedule": "compile",
     "report": "observe",
@@ -101,7 +99,8 @@ LEVELS = {  # by part of a feature
     "runtime": "runtime",
     "adapter": "adapter",
 }
-# The list of parts on each level; parts of runtime are only its own feature's.
+# Modules with the list of a part of all features, by part. Parts of runtime are imported only by
+# their own feature.
 LISTS = {
     "settings": "megatron_ext.compile.feature_settings",
     "schedule": "megatron_ext.compile.features",
@@ -113,13 +112,13 @@ _PART = re.compile(rf"megatron_ext\.features\.(\w+)\.({'|'.join(LEVELS)})\b")
 
 
 def level_of(name: str) -> str:
-    """Return the ``name`` that a part of a feature would have as a module of its level: of
-    ``megatron_ext.features.x.runtime.y``, ``megatron_ext.runtime.x.y``."""
+    """Return the name that a part of a feature would have as a module of its level:
+    ``megatron_ext.features.x.runtime.y`` becomes ``megatron_ext.runtime.x.y``."""
     return _PART.sub(lambda match: f"megatron_ext.{LEVELS[match[2]]}.{match[1]}", name)
 
 
 def within(name: str, *tops: str) -> bool:
-    """Whether ``name`` is one of the modules ``tops`` or below one."""
+    """Return whether ``name`` is one of the modules ``tops`` or below one."""
     name = level_of(name)
     return any(name == top or name.startswith((f"{top}.", f"{top}:")) for top in tops)
 
@@ -136,12 +135,12 @@ def imports_only(*tops: str, lazily: tuple[str, ...] = ()) -> Callable[[str, Use
 COMPILED = "megatron_ext.search.compiled"
 
 
-# Pure packages: any machine can make, prove, time and draw schedules.
+# Pure packages, with which any machine can build, prove, simulate and draw schedules.
 PURE = (
     *("megatron_ext.viz", "megatron_ext.planner", "megatron_ext.observe", "megatron_ext.race"),
     *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
     *("megatron_ext.compile", "megatron_ext.schedule", "megatron_ext.base"),
-    "megatron_ext.features",  # the packages, which are empty
+    "megatron_ext.features",  # the packages themselves, whose __init__.py are empty
 )
 
 
@@ -157,7 +156,8 @@ def only_in(*owners: str, names: str, strings_in: tuple[str, ...]) -> Callable[[
     def allows(module: str, use: Use) -> bool:
         if not within(use.name, names) or within(module, *owners):
             return True
-        # A bare word is a value (``--transformer-impl transformer_engine``), a path is a module.
+        # A string with one word is a value (``--transformer-impl transformer_engine``), one with a
+        # path is a module.
         return use.how == "string" and within(module, *strings_in)
 
     return allows
@@ -171,8 +171,8 @@ def in_package(module: str) -> bool:
     return within(module, "megatron_ext")
 
 
-# Imports run one way, from each of these to those after it. What a line names together may import
-# one another; a name that ends in a dot is the files of that room itself, without its rooms.
+# A line of this list may import modules of later lines, and modules of its own line may import each
+# other. A name that ends in a dot stands for the files of that package without its subpackages.
 ROOMS = (
     ("megatron_ext.__main__",),
     ("megatron_ext.cli",),
@@ -182,7 +182,7 @@ ROOMS = (
     ("megatron_ext.launch.planner",),
     ("megatron_ext.launch.command",),
     ("megatron_ext.launch.script", "megatron_ext.auto", "megatron_ext.bridge"),
-    ("megatron_ext",),  # `install`
+    ("megatron_ext",),  # the module with `install`
     ("megatron_ext.launch.installation",),
     ("megatron_ext.patches",),
     ("megatron_ext.adapter",),
@@ -205,13 +205,14 @@ ROOMS = (
     ("megatron_ext.base",),
     ("megatron_ext.features",),
 )
-# By name, at run time, which is how a family is found and a command line asks for a plan.
+# Imports by name at run time: a family is found in this way, and a command line gets its plan.
 LAZY = {("megatron_ext.compile.registry", "megatron_ext.schedule_families")}
 
 
 @functools.cache
 def room_of(name: str) -> int:
-    """The place in `ROOMS` of the module or the name in one, by the longest that fits."""
+    """Return the position in `ROOMS` of a module, or of a name in one, by the longest matching
+    entry."""
     fitting = [
         (len(top), place) for place, room in enumerate(ROOMS) for top in room if within(name, top)
     ]
@@ -261,8 +262,8 @@ TRANSFORMS = "megatron_ext.compile.transforms"
 
 
 def no_sibling(module: str, use: Use) -> bool:
-    # The package itself may gather its modules; that is how they are registered. The costs of a
-    # divided vocabulary are no transform.
+    # The package itself may import its modules, because that registers them. The costs of a split
+    # vocabulary are no transform.
     gathers = module in (FAMILIES, TRANSFORMS) and within(use.name, module)
     shared = within(use.name, f"{TRANSFORMS}.vocabulary_costs")
     return use.how == "string" or gathers or shared or not within(use.name, FAMILIES, TRANSFORMS)
@@ -377,7 +378,7 @@ WALLS = {
 
 
 def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """Return a line for each use in ``source`` that ``wall`` forbids."""
+    """Return a line for each import in ``source`` that ``wall`` forbids."""
     if not wall.covers(module) or wall.word not in source:
         return []
     return [
@@ -389,7 +390,7 @@ def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) 
 
 @dataclass(frozen=True)
 class File:
-    """A file of ours with its module's name and its text."""
+    """Source file of ours with its module's name and its text."""
 
     path: Path
     module: str
@@ -402,7 +403,7 @@ class File:
 
 @functools.cache
 def files() -> tuple[File, ...]:
-    """Every file of ours; patches/ once, under its name in the package."""
+    """Return every source file of ours; those of patches/ once, under their name in the package."""
     found = []
     for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -430,8 +431,8 @@ def test_wall_holds(name: str) -> None:
 
 
 def test_no_circle() -> None:
-    """No modules import one another in a circle, within a package or across packages, also not
-    lazily."""
+    """No modules import each other in a circle, within a package or across packages. Imports within
+    functions count too."""
     ours = {file.module: file for file in files() if in_package(file.module)}
 
     def module_of(name: str) -> str:
@@ -463,7 +464,8 @@ def test_no_package_is_a_fifth_of_the_product() -> None:
 
 
 X, Y = "megatron_ext.features.x", "megatron_ext.features.y"
-MOST_FILES = 21  # of a folder, with __init__.py: what one takes in at a glance
+# files in a folder at most, with __init__.py, so that a reader can take them in at a glance
+MOST_FILES = 21
 
 
 def test_no_room_is_crowded() -> None:

@@ -1,5 +1,5 @@
-"""Files of .github: they fit GitHub's schemas, and workflows have few rights and run what
-exists."""
+"""Tests of the files in .github: they fit GitHub's schemas, and workflows have few permissions and
+run commands that exist."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ BY_NAME = pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 
 
 def read(file: Path) -> dict[str, Any]:
-    workflow: dict[str, Any] = yaml.load(file.read_text(), yaml.BaseLoader)  # "on" is no boolean
+    # with this loader "on" is no boolean
+    workflow: dict[str, Any] = yaml.load(file.read_text(), yaml.BaseLoader)
     return workflow
 
 
 def steps(file: Path) -> Iterator[dict[str, Any]]:
     for job in read(file)["jobs"].values():
-        yield from job.get("steps", [job])  # a job may be another workflow
+        yield from job.get("steps", [job])  # a job may call another workflow
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_least_permissions_one_run_at_a_time_and_an_end(file: Path) -> None:
 
 
 def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
-    """Actions of a workflow are pinned by commit, each by one. A tag can be moved to other code;
-    the version behind the commit is for people."""
+    """Every action in a workflow is pinned to one commit. A tag could be moved to other code; the
+    version after the commit is a comment for readers."""
     pins: dict[str, set[str]] = {}
     for file in WORKFLOWS:
         for used in re.findall(r"uses: (?!\./)(.+)", file.read_text()):
@@ -74,8 +75,8 @@ def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
 
 
 def test_a_runner_of_our_own_is_asked_for_only_where_there_is_one() -> None:
-    """A workflow requests our own runner only in the repository that has it. The job waited a day
-    for a runner that no clone has, and failed."""
+    """A workflow requests a self-hosted runner only in a repository that has one (HAS_GPU_RUNNER).
+    In clones the job waited a day for a runner, and failed."""
     for file in WORKFLOWS:
         for name, job in read(file)["jobs"].items():
             if "self-hosted" in job.get("runs-on", ""):
@@ -86,7 +87,8 @@ def test_only_a_tag_is_published_once_its_wheel_has_trained() -> None:
     jobs = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
     assert (jobs["publish"]["needs"], jobs["test"]["needs"]) == ("test", "build")
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}  # trusted publishing: no token
+    # trusted publishing needs no token
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
     trained = jobs["test"]["steps"][-1]["run"]
     assert "dist/*.whl" in trained and "scripts/quickstart.py" in trained
 

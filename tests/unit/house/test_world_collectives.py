@@ -1,9 +1,10 @@
-"""Every collective over all ranks of a job, and why every pipeline reaches it.
+"""Tests that list every collective over all ranks of a job, with the reason why every pipeline
+reaches it.
 
-Pipelines that nothing ties together come to other shapes and numbers of microbatches, each in steps
-of its own. Offload told all ranks of each new program, a race of each turn that had ended, measured
-costs of each shape: whoever came alone waited for ever, without a word. A search of the sources
-finds what a training of equal pipelines never shows.
+Pipelines that no communication connects come to different shapes and numbers of microbatches in
+their steps. Offload exchanged each new program between all ranks, a race the end of each turn, and
+measured costs each shape: a pipeline that came alone waited for ever, without a message. A search
+of the sources finds such collectives, which a training of equal pipelines never shows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.unit.house.test_device_waits import RUNNING
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# torch.distributed's collectives, with the number of positional arguments before the group.
+# Collectives of torch.distributed, with the number of positional arguments before the group.
 GROUP_AT = {
     **{"all_reduce": 2, "broadcast": 2, "reduce": 3, "all_gather": 2, "gather": 3, "scatter": 3},
     **{"all_gather_into_tensor": 2, "reduce_scatter": 3, "reduce_scatter_tensor": 3},
@@ -26,14 +27,15 @@ GROUP_AT = {
     **{"all_gather_object": 2, "broadcast_object_list": 2, "gather_object": 3},
     **{"scatter_object_list": 3, "barrier": 0, "monitored_barrier": 0},
 }
-# Of all ranks whatever group they make, and what `megatron_ext/runtime/world.py` has.
+# Functions that all ranks must call, whatever group they create, and functions of
+# `megatron_ext/runtime/world.py`.
 OF_THE_WORLD = {"new_group", "new_subgroups", "new_subgroups_by_enumeration"}
 MODULES = {"dist", "torch.distributed", "distributed_c10d"}
 OURS = {"told_by_rank_0", "gather_from_all"}
 
 ONLY_HERE = "megatron_ext/runtime/world.py"
 
-# By the moment that every pipeline reaches: file and function.
+# The allowed calls (file and function) by the moment that every pipeline reaches.
 REACHED: dict[str, set[tuple[str, str]]] = {
     "the building of loaders, before any step": {
         ("patches/megatron/training/training/loaders.py", "_largest"),
@@ -59,7 +61,7 @@ REACHED: dict[str, set[tuple[str, str]]] = {
 
 
 def over_the_world(source: str) -> Iterator[tuple[str, str]]:
-    """The function and the name of each call over all ranks."""
+    """Yield the function around each call over all ranks, and the called name."""
     tree = ast.parse(source)
     yield from _over_the_world(tree, "", _worlds(tree))
 
@@ -74,7 +76,8 @@ def _over_the_world(node: ast.AST, function: str, worlds: Set[str]) -> Iterator[
 
 
 def _collective(call: ast.Call, worlds: Set[str]) -> str | None:
-    """Return the function of ``call`` if it is over all ranks; ``worlds`` are groups of all."""
+    """Return the name of the called function if it is over all ranks. ``worlds`` are variables that
+    contain the group of all ranks."""
     match call.func:
         case ast.Name(id=name):
             return name if name in OURS | OF_THE_WORLD else None
@@ -90,13 +93,15 @@ def _collective(call: ast.Call, worlds: Set[str]) -> str | None:
 
 
 def _is_the_world(group: ast.expr, worlds: Set[str]) -> bool:
-    """Whether ``group`` is all ranks; ``worlds`` are the variables that are."""
+    """Return whether ``group`` means all ranks. ``worlds`` are variables that contain the group of
+    all ranks."""
     text = ast.unparse(group)
     return text == "None" or "WORLD" in text or text in worlds
 
 
 def _worlds(tree: ast.AST) -> frozenset[str]:
-    """The variables and attributes that are all ranks somewhere in ``tree``."""
+    """Return the variables and attributes that contain the group of all ranks somewhere in
+    ``tree``."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -114,7 +119,8 @@ def _worlds(tree: ast.AST) -> frozenset[str]:
 
 
 def found() -> dict[tuple[str, str], set[str]]:
-    """In all of our code that runs while Megatron trains: the calls, by file and function."""
+    """Return the calls over all ranks, by file and function, in our code that runs while Megatron
+    trains."""
     calls: dict[tuple[str, str], set[str]] = {}
     for folder in RUNNING:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,4 +1,5 @@
-"""Settings in the environment, and `megatron_ext.auto`, which installs them when it is imported."""
+"""Tests of settings in environment variables, and of `megatron_ext.auto`, which installs them when
+it is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ VALUES = {
     "vocab_parallel": "2",
     "activation_offload": "half",
     "recompute": "first:2",
-    "slices": "1",  # more goes neither with vocabulary parallelism nor with post-validation
+    "slices": "1",  # more slices conflict with vocabulary parallelism and with post-validation
     "slice_lengths": "even",
     "race": "zb-2p",
     "race_then": "report",
@@ -49,10 +50,12 @@ VALUES = {
     ],
 )
 def test_every_setting_has_a_variable(without: set[str]) -> None:
-    """Every setting has a variable: all settings that go together are set at once."""
+    """Every setting has an environment variable with the meaning of its flag. Each case sets all
+    settings that go together."""
     env, argv = {ALLOW_UNKNOWN: "1", "MEGATRON_CORE": "x"}, []
     for setting in fields(PipelineConfig):
-        if setting.name in without | {"join_slice_weights"}:  # needs slices
+        # join_slice_weights requires several slices
+        if setting.name in without | {"join_slice_weights"}:
             continue
         is_switch = setting.default is False
         value = "1" if is_switch else VALUES.get(setting.name, "any")
@@ -90,7 +93,7 @@ def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
             {"SCHEDULE": "zb-h1", "WHAT_NO_SETTING_RESEMBLES": "red"},
             "_RESEMBLES is no setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
         ),
-        # By the prefix alone it resembled MEGATRON_EXT_COSTS.
+        # By the prefix this name resembled MEGATRON_EXT_COSTS.
         (
             {"SCHEDULE": "zb-h1", "NOTHING": "1"},
             "MEGATRON_EXT_NOTHING is not a setting: write one of",

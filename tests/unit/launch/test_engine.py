@@ -1,4 +1,5 @@
-"""The patch engine: all or nothing, by identity, and back exactly."""
+"""Tests of the patch engine: all patches or none, references replaced by identity, and everything
+restored by undo."""
 
 import functools
 import linecache
@@ -63,7 +64,7 @@ class Narrow(Layer):
 
 @pytest.fixture
 def make_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeModule]:
-    """Makes modules that are importable, and whose source `inspect` finds."""
+    """Yield a function that makes importable modules whose source `inspect` finds."""
 
     def make(name: str, source: str) -> types.ModuleType:
         module = types.ModuleType(name)
@@ -145,9 +146,9 @@ def test_alias_bound_after_apply_is_restored(theirs: Any, make_module: MakeModul
 def test_undo_leaves_alone_who_held_the_substitute_in_its_own_right(
     theirs: Any, make_module: MakeModule
 ) -> None:
-    """Undoing a patch leaves alone whoever referred to the substitute before. One no-op replaced
-    two functions; undoing the second turned every alias of the no-op, also its own name, into the
-    second function."""
+    """Undoing a patch restores only references that the patch replaced. One no-op replaced two
+    functions; undoing the second turned every alias of the no-op, and its own name, into the second
+    function."""
     helpers: Any = make_module("fake_helpers", "def nothing(*args, **kwargs): return None")
     user: Any = make_module("fake_user", "from fake_theirs import train, other")
     stock, nothing = state(theirs), helpers.nothing
@@ -167,7 +168,7 @@ def test_undo_leaves_alone_who_held_the_substitute_in_its_own_right(
 
 
 def test_constant_changes_at_its_target_only(theirs: Any, make_module: MakeModule) -> None:
-    """A patched constant changes at its target only. ``False`` is one object in the whole process:
+    """Patching a constant changes only its target. ``False`` is one object in the whole process:
     rebinding its aliases changed every flag of every module."""
     bystander: Any = make_module("fake_bystander", "OFF = False\nON = True\nNOTHING = None")
     before = state(bystander)
@@ -266,8 +267,8 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
 def test_module_that_fails_to_import_is_a_missing_target(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module that fails to import counts as a missing target. A compiled extension that misses
-    its library raises OSError, not ImportError."""
+    """A target whose module fails to import counts as missing. A compiled extension without its
+    library raises OSError, not ImportError."""
     (tmp_path / "fake_extension.py").write_text("raise OSError('libfake.so: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PatchError, match=r"OSError: libfake.so"):
@@ -283,8 +284,8 @@ def test_target_must_belong_to_a_module_or_class(theirs: Any) -> None:
 def test_an_unknown_source_is_allowed_until_it_changes(
     theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unknown source is allowed until it changes. The variable that allows one allowed every
-    source, also later ones."""
+    """The variable that allows an unknown source names that source's digest, so the source is
+    refused again once it changes. The variable used to allow every source, later ones too."""
     unknown = wrap("fake_theirs:train", ours, reason="test", digests={"1": "0" * 12})
     digest = source_digest(theirs.train)
     with pytest.raises(PatchError, match="is not as in fake_theirs 1") as caught:
@@ -306,8 +307,8 @@ def test_an_unknown_source_is_allowed_until_it_changes(
 
 
 def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> None:
-    """A patch for several versions fits each of them and no other. Megatron 0.19 gave functions an
-    argument that 0.18 does not know."""
+    """A patch with the signatures of several versions fits each of them and no other. Megatron 0.19
+    gave functions an argument that 0.18 does not know."""
     older, newer = "(steps)", plain_signature(theirs.train)
     known = wrap("fake_theirs:train", ours, reason="test", signature=(older, newer))
     with apply([known]):
@@ -317,8 +318,8 @@ def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> Non
 
 
 def test_an_original_that_does_it_by_itself_is_left_as_it_is(theirs: Any) -> None:
-    """An original that needs no patch stays as it is. Megatron 0.20 cuts padded buckets correctly,
-    where 0.19 does not: patched twice they would be wrong."""
+    """A patch leaves an original alone whose source is listed as needing no patch. Megatron 0.20
+    cuts padded buckets correctly and 0.19 does not; patched twice, the buckets would be wrong."""
     digest, original = source_digest(theirs.train), theirs.train
     mended = {"digests": {"1": "0" * 12}, "needless": {"2": digest}}
     with apply([wrap("fake_theirs:train", ours, reason="test", **mended)]) as handle:
@@ -348,8 +349,9 @@ def test_class_attributes_are_put_back_exactly(
 
 
 def test_methods_are_bound_as_the_originals_were(theirs: Any) -> None:
-    """Wrapped methods are bound as the originals were. A static method's wrapper was called with
-    the instance in front, and a class method's wrapper lost the subclass on which it was called."""
+    """A wrapped method is bound like the original one. The wrapper of a static method was called
+    with the instance in front, and that of a class method lost the subclass on which it was
+    called."""
     with apply(
         [
             wrap("fake_theirs:Layer.forward", ours, reason="test"),
@@ -396,8 +398,8 @@ def test_lazy_module_attribute_is_lazy_again_after_undo(make_module: MakeModule)
 def test_failure_during_the_swap_undoes_all(
     theirs: Any, make_module: MakeModule, failing: Patch
 ) -> None:
-    """A failure during the swap undoes all patches. Undoing the failed swap raised an error itself,
-    and left all earlier swaps in place."""
+    """If a patch fails while patches are applied, all are undone. Undoing the failed patch raised
+    an error itself, and left all earlier patches in place."""
     user: Any = make_module("fake_user", "from fake_theirs import train")
     before, stock = state(theirs), theirs.train
     patches = [
@@ -443,8 +445,8 @@ def test_stale_references_names_partials_and_closures(theirs: Any) -> None:
 
 
 def test_engine_itself_is_no_stale_reference(theirs: Any) -> None:
-    """The patch engine's own records do not count as stale references. A second set of patches on
-    one target took these records for holders of the original."""
+    """The engine's own records do not count as stale references to an original. A second set of
+    patches on the same target took these records for such references."""
     patches = [
         replace("fake_theirs:other", lambda: None, reason="test"),
         wrap("fake_theirs:train", ours, reason="test"),
@@ -481,8 +483,8 @@ def test_digest_is_of_the_code(make_module: MakeModule) -> None:
 
 
 def test_digest_of_a_method_with_text_at_the_margin(make_module: MakeModule) -> None:
-    """A method whose text begins at the margin has a digest. `textwrap.dedent` finds no common
-    margin there, and the source did not parse."""
+    """A method has a digest if its text contains a line at the margin. `textwrap.dedent` finds no
+    common margin there, so the source could not be parsed."""
     module: Any = make_module("fake_margin", 'class A:\n    def f(self):\n        """A\nB"""\n')
     assert len(source_digest(module.A.f)) == 12
 
@@ -497,7 +499,7 @@ def test_resolve_tells_what_is_stored(theirs: Any) -> None:
 
 
 def test_versions_of_digests_are_told_once_and_in_order() -> None:
-    """The versions of a digest are named once and in order, also commits between versions, which
+    """The versions of a digest are listed once and in order, with commits between versions, which
     callers pin."""
     known = {"0.20@2a75ac1": "b", "0.9, 0.18": "a", "0.20": "c"}
     assert versions_of(known) == ["0.9", "0.18", "0.20"]

@@ -1,4 +1,5 @@
-"""The launcher: what it runs, what it sets, and how it ends on a mistake."""
+"""Tests of the launcher: the script or command that it runs, the variables it sets, and how it ends
+on a mistake."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def test_first_host(nodes: str, host: str) -> None:
 
 
 def test_a_batch_script_is_one_process() -> None:
-    """A batch script counts as one process. SLURM tells its process a rank and no number of tasks,
-    and the launch ended with a KeyError."""
+    """A SLURM batch script counts as one process. SLURM gives its process a rank and no number of
+    tasks, and the launch ended with a KeyError."""
     batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
     alone = {
         "RANK": "0",
@@ -118,8 +119,8 @@ def test_a_slurm_that_tells_too_little(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """A SLURM that tells too little is a named error. Each case was a traceback: a KeyError, or an
-    error of torch's about an address."""
+    """Missing or wrong SLURM variables give an error that names them. Each case ended in a
+    traceback: a KeyError, or an error of torch's about an address."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(errors, "FIRST_SECONDS", 0.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -175,8 +176,8 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Patches are applied before the script starts, and only with a flag of ours: in this process,
-    without an import of Megatron."""
+    """Patches are applied before the script starts, in the same process, and only if the command
+    has a flag of ours."""
     script = tmp_path / "train.py"
     script.write_text("print('script')")
     monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: print("patches"))
@@ -184,7 +185,8 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("RANK", "0")  # so that nothing is taken from a srun around the tests
+    # without this variable, ranks would be read from a srun around the tests
+    monkeypatch.setenv("RANK", "0")
     main([str(script), *flags])
     assert capsys.readouterr().out.split() == ["patches"] * installed + ["script"]
 
@@ -224,9 +226,9 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Environment variables replace flags, and a flag has priority. A launch ignored the variables,
-    which only `megatron_ext.auto` read: it trained under Megatron's own schedule without a message.
-    """
+    """A launch reads our environment variables in place of flags, and a flag has priority. It
+    ignored the variables, which only `megatron_ext.auto` read, and trained under Megatron's own
+    schedule without a message."""
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
     parsed: list[str] = []
@@ -242,7 +244,7 @@ def test_variables_stand_for_flags_and_a_flag_counts(
         monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
     main([str(script), *flags])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == str(flags)  # the script's own words stay as they are
+    assert lines[-1] == str(flags)  # the script's own arguments stay as they are
     assert parsed == argv
     assert ("patches" in lines) == bool(flags or argv)
     told = [line for line in lines if line.startswith("megatron_ext: ")]
@@ -313,9 +315,9 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_a_search_that_finds_nothing_ends_the_training_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A search that finds nothing ends the training in one line. A memory limit that only a search
-    can find too low ended the first step in a traceback on every rank. (The test emulates a GPU, as
-    the CPU platform would import Megatron.)"""
+    """A memory limit that only a search finds too low ends the training in one line. The first step
+    ended in a traceback on every rank. (The test emulates a GPU, because the CPU platform would
+    import Megatron.)"""
     (script := tmp_path / "x.py").write_text(
         "from megatron_ext.compile.program.verify import OverLimit\nraise OverLimit('too low')"
     )
@@ -341,8 +343,8 @@ OF_SCRIPT = 'add_argument("--pipeline-schedule", default="a")'
 def test_a_flag_of_the_scripts_own(
     lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script may have a flag with a name of ours if ours is not used. A script whose parser has
-    such a flag ended in argparse's traceback."""
+    """A script whose parser has a flag with the name of one of ours gets a one-line error. It ended
+    in argparse's traceback."""
     add = "parser = add_flags(argparse.ArgumentParser())"
     imports = "import argparse\nfrom megatron_ext.written_settings import add_flags\n"
     (script := tmp_path / "x.py").write_text(imports + lines.format(add=add))
@@ -375,8 +377,9 @@ def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
 
 
 def test_flags_leave_plain_values_in_the_arguments() -> None:
-    """Flags leave plain values in Megatron's arguments. A checkpoint stores these, and could not be
-    loaded without our package: the default of --pipeline-p2p was a member of an enum of ours."""
+    """Our flags leave only plain values in Megatron's arguments. A checkpoint stores these
+    arguments, and could not be loaded without our package, because the default of --pipeline-p2p
+    was a member of an enum of ours."""
     arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
     assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
 
@@ -385,8 +388,8 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 
 
 def test_the_iterations_to_trace() -> None:
-    """A user had to name the iterations to trace, only to learn a bubble. Now the option may be
-    absent, and a range is still accepted."""
+    """--pipeline-trace needs no iterations, and accepts a range of them. Users had to name
+    iterations, only to learn a bubble."""
     assert PipelineConfig.parse(**TRACE).trace_iters is None
     assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
 
@@ -449,7 +452,7 @@ HOST = socket.gethostname()
 
 
 class Node:
-    """Ranks of a launch on one node, which come to a mistake one after another."""
+    """Ranks of a launch on one node, which come to the same mistake one after another."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp: Path
@@ -459,7 +462,7 @@ class Node:
         monkeypatch.setattr(errors, "FIRST_SECONDS", 0.1)
 
     def says(self, rank: str, local_rank: str | None, text: str = "no such file") -> str:
-        """Return the line of the rank as it exits for ``text``."""
+        """Let a rank exit with the error ``text``, and return the line that it prints."""
         self._monkeypatch.setenv("RANK", rank)
         self._monkeypatch.delenv("LOCAL_RANK", raising=False)
         if local_rank is not None:
@@ -488,25 +491,26 @@ def node(
 def test_a_mistake_of_one_rank_or_node_is_said_by_it(
     rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
-    """A mistake of one rank or node is printed by that rank. Only global rank 0 printed mistakes,
-    and a schedule file that another node lacked ended the launch with status 2 and no message.
-    Later each node's first rank did, and a variable in the environment of another rank still ended
-    the launch without a message."""
+    """A mistake of a single rank or node is printed by that rank. When only global rank 0 printed
+    mistakes, a schedule file that another node lacked ended the launch with status 2 and no
+    message. When each node's first rank did, a wrong variable on another rank still ended the
+    launch without a message."""
     assert node.says(rank, local_rank) == said
 
 
 def test_a_mistake_of_all_ranks_is_said_once_a_node(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake of all ranks is printed once a node. Eight ranks of each node would print the same
-    line."""
+    """A mistake that all ranks make is printed once on each node. Without this, eight ranks of a
+    node would print the same line."""
     assert node.says("8", "0") and not node.says("9", "1") and not node.says("11", "3")
-    # Of others, the first to come to it; a text of its own is a mistake of its own.
+    # Among the other ranks, the first to come to a mistake prints it; another text is another
+    # mistake.
     assert node.says("9", "1", "PROFILE=x") and not node.says("10", "2", "PROFILE=x")
     assert node.says("10", "2", "PROFILE=y")
-    # The first rank of a node says it even if another was quicker.
+    # The first rank of a node prints the mistake even if another rank was faster.
     assert node.says("0", "0", "PROFILE=y") == "megatron_ext: error: PROFILE=y"
-    # A restart, and a launch later on, begin anew.
+    # After a restart, and in a later launch, mistakes are printed again.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert node.says("9", "1", "PROFILE=x")
     monkeypatch.setattr(errors, "RECENT_SECONDS", 0.0)
@@ -516,9 +520,9 @@ def test_a_mistake_of_all_ranks_is_said_once_a_node(
 def test_a_mistake_is_said_where_nothing_can_be_written(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake is printed even if no note about it can be written, on a full disk or without a
-    temporary folder: the line may come twice, but not never. A process without stderr exits with
-    the same status."""
+    """A mistake is printed even if the note that it was printed cannot be written (full disk, no
+    temporary folder): the line may then come twice. A process without stderr exits with the same
+    status."""
     monkeypatch.setenv("TMPDIR", "/proc/nothing/here")
     assert node.says("9", "1") and node.says("10", "2")
     monkeypatch.setattr("sys.stderr", None)
@@ -529,8 +533,9 @@ def test_a_mistake_is_said_where_nothing_can_be_written(
 def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank of srun prints a mistake before it has torch's variables. Each rank took itself for
-    the first: eight lines a node."""
+    """Only the first of the ranks that srun starts on a node prints a mistake that comes before
+    torch's variables are set. Each rank used to take itself for the first, and eight lines were
+    printed."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name, value in SRUN.items():
@@ -547,8 +552,8 @@ def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_quick_import_leaves_the_garbage_collector_as_it_was(is_enabled: bool) -> None:
-    """A quick import enabled the garbage collector, also for a caller who had disabled it for
-    longer."""
+    """`quickly`, which imports with the garbage collector off, leaves the collector as it was. It
+    switched the collector on for callers who had disabled it."""
     if not is_enabled:
         gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Our messages reach stdout, whatever other code does to loggers that are not ours."""
+"""Tests that our log lines reach stdout, whatever other code does to loggers that are not ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE = "megatron_ext: the line\n"
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """A test's settings of the root and of ours end with it."""
+    """Restore the settings of the root logger and of ours after each test."""
     root = logging.getLogger()
     kept = [(log, log.level, log.propagate, list(log.handlers)) for log in (root, logger)]
     yield
@@ -33,7 +33,7 @@ def nothing() -> None:
 
 
 def as_megatron() -> None:
-    """Set a handler as Megatron's training does, and the level of --logging-level 40."""
+    """Set a log handler as Megatron's training does, and the level of --logging-level 40."""
     logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], level=logging.INFO)
     logging.getLogger().setLevel(logging.ERROR)
 
@@ -59,8 +59,8 @@ def test_an_error_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stdout_is_what_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our log lines go to the stdout of the moment. The check of a launch command captures what
-    Megatron prints, and our lines with it."""
+    """Our log lines go to sys.stdout as it is at that moment. The check of a launch command
+    replaces stdout to capture Megatron's output, and must capture our lines too."""
     kept_back = io.StringIO()
     monkeypatch.setattr(sys, "stdout", kept_back)
     logger.info("the line")
@@ -85,8 +85,8 @@ def test_they_can_be_redirected(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_training_goes_on_without_a_line_that_cannot_be_written(
     level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A training continues without a log line that cannot be written. The disk of the log was full,
-    and a line about measured costs ended a training."""
+    """A training continues if a log line cannot be written. The disk of the log was full, and a
+    line about measured costs ended a training."""
     closed = io.StringIO()
     closed.close()
     with monkeypatch.context() as broken, open("/dev/full", "w") as full:

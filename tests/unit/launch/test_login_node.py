@@ -1,4 +1,5 @@
-"""Commands on a login node, where torch or Megatron is not installed or cannot be loaded."""
+"""Tests of the commands on a login node, where torch or Megatron is not installed or cannot be
+loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megatron_ext.launch.doctor.doctor import Diagnosis, PatchState, State
 ROOT = Path(__file__).parents[3]
 TRAINING = "scripts/pretrain_gpt.py --num-layers 2 --pipeline-schedule"
 
-# In a process: modules that cannot be imported, and torch whose libraries are not there.
+# Program for a process in which named modules cannot be imported, and torch's libraries are
+# missing.
 WITHOUT = """
 import sys
 
@@ -66,8 +68,8 @@ BOTH = ("torch", "megatron")
 def test_a_command_that_needs_torch_says_so_in_one_line(
     tmp_path: Path, command: str, missing: tuple[str, ...], said: str
 ) -> None:
-    """A command that needs torch says so in one line. Each of these commands ended in a
-    traceback."""
+    """A command that needs torch or Megatron says so in one line if it is not installed. Each of
+    these commands ended in a traceback."""
     result = run(tmp_path, command, missing)
     assert result.returncode == 2, result.stderr
     assert said in result.stderr and re.fullmatch(r"megatron[-_]ext: error: .*\n", result.stderr), (
@@ -77,8 +79,8 @@ def test_a_command_that_needs_torch_says_so_in_one_line(
 
 @pytest.mark.parametrize("schedule", ["plan", "zb-v"])
 def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule: str) -> None:
-    """A launch without Megatron names one cause once. It listed a dozen functions of Megatron that
-    were not found."""
+    """A launch without Megatron names the missing package once. It listed a dozen functions of
+    Megatron that were not found."""
     result = run(tmp_path, f"{TRAINING} {schedule}", ("megatron",))
     assert result.returncode == 2 and result.stderr.startswith("megatron_ext: error: ")
     assert result.stderr.count("No module named 'megatron'") == 1, result.stderr
@@ -88,8 +90,8 @@ def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule:
     "command", [f"doctor -- torchrun --nproc-per-node 2 {TRAINING} zb-v", f"{TRAINING} zb-v"]
 )
 def test_a_torch_whose_libraries_are_missing(tmp_path: Path, command: str) -> None:
-    """A torch whose libraries are missing is reported as such: a container's torch on a node
-    without a driver raises OSError as it is imported."""
+    """A torch whose libraries are missing gives a one-line error that names the library. A
+    container's torch on a node without a driver raises OSError when it is imported."""
     result = run(tmp_path, command, ("torch",), libraries=True)
     assert result.returncode == 2, result.stderr
     assert re.fullmatch(r"megatron[-_]ext: error: .*libcudart.so.13: .*\n", result.stderr)
@@ -97,7 +99,8 @@ def test_a_torch_whose_libraries_are_missing(tmp_path: Path, command: str) -> No
 
 @pytest.mark.parametrize("libraries", [False, True])
 def test_bare_doctor_says_one_cause_once(tmp_path: Path, libraries: bool) -> None:
-    """A bare doctor printed for each of two dozen features that torch is missing."""
+    """`doctor` without a command says once that torch is missing. It said so for each of two dozen
+    features."""
     result = run(tmp_path, "doctor", BOTH, libraries)
     assert result.returncode == 1, result.stderr
     cause = "libcudart.so.13" if libraries else "No module named"
@@ -108,8 +111,8 @@ def test_bare_doctor_says_one_cause_once(tmp_path: Path, libraries: bool) -> Non
 
 
 def test_what_several_features_miss_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A package that several features miss is named once. Here torch and Megatron are installed,
-    but not a package that some of Megatron's modules import."""
+    """`doctor` names a missing package once, with the features that need it. Here torch and
+    Megatron are installed, but not a package that some of Megatron's modules import."""
     cause = "No module named 'einops'"
     missing = tuple(
         PatchState(name, "", "", "", State.MISFIT, True, f"{name}: missing: {cause}", cause=cause)

@@ -1,7 +1,7 @@
-"""Reading checkpoints before a launch: on a login node, of somebody else, perhaps broken.
+"""Tests of reading checkpoints before a launch: on a login node, from other people, perhaps broken.
 
-Megatron's readers unpickle it, which runs whatever it names. Here nothing that it names is run or
-imported, reading ends in bounded time, and what cannot be read is said with a reason.
+Megatron's readers unpickle a checkpoint, which runs whatever it names. Our reader runs and imports
+nothing of it, ends in bounded time, and gives a reason for what it cannot read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.saved_checkpoints import write
 
 
 class Runs:
-    """A pickle of this removes a file when it is loaded as usual."""
+    """Object whose pickle removes a file when it is loaded by pickle."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ def test_what_a_checkpoint_says_of_itself(tmp_path: Path, in_shard: bool) -> Non
 
 @pytest.mark.parametrize("in_shard", [True, False])
 def test_nothing_that_a_checkpoint_names_is_run(tmp_path: Path, in_shard: bool) -> None:
-    """Judging a checkpoint runs no function that it names. A pickle may name any function, and so
+    """Reading a checkpoint runs no function that it names. A pickle may name any function, and so
     may the index of tensors."""
     victim = tmp_path / "victim"
     victim.write_text("here")
@@ -63,7 +63,7 @@ def test_nothing_that_a_checkpoint_names_is_run(tmp_path: Path, in_shard: bool) 
     with refused if in_shard else nullcontext():
         read(folder)
     assert victim.exists()
-    with pytest.raises(FileNotFoundError):  # so it is one that does run
+    with pytest.raises(FileNotFoundError):  # loaded by pickle, the function does run
         pickle.loads(pickle.dumps(Runs(tmp_path / "nowhere")))
 
 
@@ -98,8 +98,8 @@ def test_reading_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_is_missing(tmp_path: Path) -> None:
-    """A checkpoint with a missing part, such as an interrupted copy, is named. Megatron ends in the
-    middle of its set-up."""
+    """The missing part of a checkpoint is named, for example after an interrupted copy. Megatron
+    would end in the middle of its setup."""
     folder = write(tmp_path / "saved", COMMON)
     data = folder / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])

@@ -1,4 +1,4 @@
-"""Commands that are shown or stored have no secrets, and can still be pasted."""
+"""Tests that commands contain no secrets when they are shown or stored, and can still be pasted."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ UNCHANGED = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_secret_is_not_shown(command: str) -> None:
-    """Secrets are masked, since pages, logs and JSON that people send to each other contain whole
-    commands."""
+    """Secrets in a shown command are masked, because pages, logs and JSON, which people send to
+    each other, contain whole commands."""
     assert masked(shlex.split(command)) == COMMANDS[command]
     assert masked(shlex.split(COMMANDS[command])) == COMMANDS[command], "it may be given again"
 
@@ -50,8 +50,8 @@ def test_nothing_else_is_masked(command: str) -> None:
 
 
 def test_what_is_masked_can_be_pasted() -> None:
-    """A masked command can be pasted: a shell replaces the names by the variables' values, and
-    expands nothing else."""
+    """A masked command can be pasted into a shell, which replaces the names by the values of
+    variables and expands nothing else."""
     words = ["A_KEY=hidden", '$HOME `x` "y"', "--export=B_KEY=hidden,it's $5 `", "--c-token", "t"]
     variables = {**os.environ, "A_KEY": "1", "B_KEY": "2", "C_TOKEN": "3"}
     shell = f"printf '%s\\n' {masked(words)}"

@@ -1,4 +1,5 @@
-"""The settings --pipeline-slices, --pipeline-slice-lengths and --pipeline-join-slice-weights."""
+"""Tests of the settings --pipeline-slices, --pipeline-slice-lengths and
+--pipeline-join-slice-weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs estimated from a model's description."""
+"""Tests of costs that are estimated from a model's description."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 EVEN = (4, 4, 4, 4)
 TOKENS, WIDTH = 4096, 2048
-FIGURES = 4 * 16  # bytes of a token that fused attention keeps: a figure a head
-# Local layers: fused attention makes its scores a second time in I.
+# bytes of a token that fused attention stores besides activations: one fp32 figure a head
+FIGURES = 4 * 16
+# These are local layers; fused attention would compute its scores a second time in I.
 RUN = Execution(TOKENS, transformer_engine=False, recompute_modules=frozenset())
 WHOLE = Rates.from_training_speed(operations=400e12, network=40e9, host=25e9, peers=300e9)
-ALONE = replace(WHOLE, peers=math.inf)  # nobody is waited for
+ALONE = replace(WHOLE, peers=math.inf)  # infinitely fast links between peers, so that no rank waits
 
 
 def gpt(layers: int | Sequence[str], vocabulary: int = 0, **others: Any) -> Model:
-    """A GPT of so many layers, or of these."""
+    """Return a GPT with ``layers``, or with so many dense layers if it is a number."""
     own = ("*-",) * layers if isinstance(layers, int) else tuple(layers)
     sizes: dict[str, Any] = {
         "hidden_size": WIDTH,
@@ -74,8 +75,8 @@ def costs_of(
     model: Model | None = None,
     **run: Any,
 ) -> Costs:
-    """Return the costs of a GPT, or of ``model``, on these stages; ``run`` changes fields of
-    `RUN`."""
+    """Return the costs of ``model``, or else of a GPT, with ``layers`` on the stages; ``run``
+    changes fields of `RUN`."""
     model = model or gpt(sum(layers), vocabulary)
     run = {"fused": False} | run
     execution = replace(RUN, transformer_engine=run.pop("fused"), **run)
@@ -88,17 +89,17 @@ def held(costs: Costs, kind: Held) -> tuple[float, ...]:
 
 
 def ratios(costs: Costs, stage: int = 1) -> tuple[float, float]:
-    """I and W of a stage, F being 1."""
+    """Return the costs of I and W of a stage, relative to F."""
     seconds = costs.seconds
     return seconds[I][stage] / seconds[F][stage], seconds[W][stage] / seconds[F][stage]
 
 
-# ---- Layers
+# ---- layers
 
 
 def test_a_known_model() -> None:
-    """The estimate of a known model is exact: a layer of width h has 24 h^2 operations a token, and
-    causal attention 2 h s (Narayanan)."""
+    """The estimate of a plain GPT equals the known formula: a layer of width h has 24 h^2
+    operations a token, and causal attention 2 h s for s tokens (Narayanan)."""
     seconds = costs_of().seconds[F][1]
     counted = 4 * TOKENS * (24 * WIDTH**2 + 2 * WIDTH * TOKENS)
     assert seconds * WHOLE.linear == pytest.approx(counted)
@@ -113,15 +114,15 @@ def test_products_cost_the_same_three_times() -> None:
 def test_attention_has_no_weight_gradient() -> None:
     i, w = ratios(costs_of())
     assert w < 1 < i
-    assert i + w == pytest.approx(2)  # forward once, backward twice
+    assert i + w == pytest.approx(2)  # attention computes once forward and twice backward
     longer_i, longer_w = ratios(costs_of(sequence=4 * TOKENS))
     assert longer_i > i
     assert longer_w < w
 
 
 def test_fused_attention_makes_its_scores_again() -> None:
-    """I of fused attention recomputes the scores, which is half of the attention's forward pass. No
-    estimate counted that time."""
+    """I of fused attention recomputes the scores, which is half of attention's forward pass.
+    Estimates had omitted that time."""
     plain, fused = costs_of(), costs_of(fused=True)
     more = fused.seconds[I][1] - plain.seconds[I][1]
     assert more * WHOLE.attention == pytest.approx(4 * TOKENS * WIDTH * TOKENS)
@@ -130,8 +131,8 @@ def test_fused_attention_makes_its_scores_again() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
-    """Unfused attention costs the traffic of its matrix. GPT 175B without fused attention was
-    predicted to take 0.76 of its published step."""
+    """Unfused attention takes time for reading and writing its matrix of scores. GPT 175B without
+    fused attention was predicted to take 0.76 of its published step time."""
     moving = replace(WHOLE, linear=math.inf, matrix=math.inf, attention=math.inf, memory=1e12)
     moving = replace(moving, attention_backward=math.inf)
     plain, fused, recomputed = (
@@ -143,10 +144,12 @@ def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
         )
         for fused, modules in ((False, []), (True, []), (False, ["core_attn"]))
     )
-    matrices = 4 * 16 * TOKENS**2 * 2 / moving.memory  # of 4 layers with 16 heads, in 16 bits
+    # seconds of 4 layers with 16 heads, in 16 bits
+    matrices = 4 * 16 * TOKENS**2 * 2 / moving.memory
     dropped = 2.5 if dropout else 0
-    # Of each element between layers local kernels move more bytes: two dropouts with masks (10), a
-    # copy behind attention (4); in I also the joined gradients of three (12) and norms (8).
+    # Bytes that local kernels move in addition for each element between layers: two dropouts with
+    # masks (10) and a copy behind attention (4); in I also the joined gradients of three tensors
+    # (12) and norms (8).
     element = 4 * TOKENS * WIDTH / moving.memory
     more = [plain.seconds[kind][1] - fused.seconds[kind][1] for kind in (F, I, W)]
     expected = [(4 + dropped) * matrices + 14 * element, (7 + dropped) * matrices + 30 * element, 0]
@@ -156,8 +159,8 @@ def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
 
 @pytest.mark.parametrize(("sequence", "window", "seen"), [(4, 0, 2), (4, 9, 2), (100, 9, 9.5)])
 def test_tokens_in_a_sliding_window(sequence: int, window: int, seen: float) -> None:
-    """In a sliding window a token attends to half of a short sample on average; in a long sample to
-    the tokens of the window, except near its beginning."""
+    """With a sliding window a token of a short sample attends to half of the sample on average. In
+    a long sample it attends to the tokens of the window, except near the sample's beginning."""
     assert attended_tokens(sequence, window) == pytest.approx(seen)
 
 
@@ -181,7 +184,7 @@ def test_recompute_runs_the_forward_again_in_i() -> None:
 
 
 def test_recompute_of_some_layers_of_a_stage() -> None:
-    """Recompute of some layers of a stage concerns the first layers of each chunk."""
+    """Recompute of a number of layers applies to the first layers of each chunk."""
     none, two, all_of_them = (
         costs_of(recompute=on, recompute_method="block", recompute_num_layers=2).seconds[I][1]
         if number != 4
@@ -196,17 +199,18 @@ def test_recompute_of_some_layers_of_a_stage() -> None:
     [([], 34), (["layernorm"], 34), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 16)],
 )
 def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: int) -> None:
-    """Recomputed modules store nothing: of 34 bytes a token and unit of width, 16 are the
-    activation's input and output (Korthikanti et al. 2022). Norms are fused with Transformer
-    Engine's matrices, and Megatron recomputes none of them. Tensors that are not stored need not be
-    offloaded."""
+    """Recomputed modules store no activations: of 34 bytes for each token and unit of width, 16 are
+    the input and output of the MLP's activation (Korthikanti et al. 2022). Transformer Engine fuses
+    norms with its matrices, and Megatron recomputes none of them. Only stored tensors take time to
+    offload."""
     costs = costs_of(recompute_modules=frozenset(modules), fused=True)
     kept = held(costs, Held.ACTIVATION)[1]
     assert kept == 4 * TOKENS * (WIDTH * stored + FIGURES)
     assert costs.host is not None
     for kind in (Kind.OFFLOAD_F, Kind.RELOAD_F):
         assert costs.host.seconds[kind][1] == pytest.approx(kept / WHOLE.host)
-    products = 4 * TOKENS * 2 * 8 * WIDTH**2 if "mlp" in modules else 0  # of the MLP, once more
+    # operations of the recomputed MLP
+    products = 4 * TOKENS * 2 * 8 * WIDTH**2 if "mlp" in modules else 0
     more = costs.seconds[I][1] - costs_of(fused=True).seconds[I][1]
     assert more * WHOLE.linear == pytest.approx(products)
 
@@ -229,8 +233,8 @@ EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 1024}
 
 
 def test_what_is_compressed_and_expanded_again() -> None:
-    """Multi-latent attention stores the output of its compressing matrices, and may recompute the
-    expanding ones."""
+    """Multi-latent attention stores the outputs of its compressing matrices, and may recompute the
+    expanding ones (mla_up_proj)."""
     model = gpt(4, **LATENT)
     plain, again = (
         costs_of(EVEN[:1], model=model, recompute_modules=frozenset(modules))
@@ -245,8 +249,8 @@ def test_what_is_compressed_and_expanded_again() -> None:
 
 
 def test_what_experts_make_again_is_not_stored() -> None:
-    """Recompute frees the output of the experts' activation, of a shared expert, or of all between
-    router and sum."""
+    """Recompute of experts frees the stored output of the experts' activation, of a shared expert,
+    or of everything between router and sum."""
     model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
     kept = [
         held(costs_of((1,), model=model, recompute_modules=frozenset(again)), Held.ACTIVATION)[0]
@@ -257,8 +261,8 @@ def test_what_experts_make_again_is_not_stored() -> None:
 
 
 def test_a_dense_layer_among_experts() -> None:
-    """A dense layer among experts has no router. The router's gradient is computed in I, as no
-    linear layer of Megatron's computes it."""
+    """A dense layer among layers with experts has no router. The router's weight gradient is
+    computed in I, because the router is no linear layer of Megatron's."""
     model = gpt(("*-", "*E"), **EXPERTS)
     costs = costs_of((1, 1), model=model)
     dense, routed = costs.seconds[W]
@@ -269,8 +273,8 @@ def test_a_dense_layer_among_experts() -> None:
 
 
 def test_experts_weights_are_read_by_few_tokens() -> None:
-    """The weights of many experts on a rank are read for few tokens: their products wait for
-    memory, which no count of operations shows. On more ranks they do not."""
+    """With many experts on a rank and few tokens, the products wait until the experts' weights are
+    read from memory, which no count of operations shows. Spread over more ranks they do not."""
     model = gpt(("E",), num_experts=512, moe_router_topk=2, moe_ffn_hidden_size=1024)
     few, many = (
         costs_of((1,), GPU, model=model, expert_parallel=ranks, sequence=256) for ranks in (1, 64)
@@ -278,7 +282,7 @@ def test_experts_weights_are_read_by_few_tokens() -> None:
     assert few.seconds[W][0] > 8 * many.seconds[W][0]
 
 
-# ---- The ends of a pipeline
+# ---- the embedding and the output layer
 
 
 def test_the_head_is_on_the_last_stage() -> None:
@@ -287,15 +291,16 @@ def test_the_head_is_on_the_last_stage() -> None:
     for kind in (F, I, W):
         assert costs.seconds[kind][:3] == without.seconds[kind][:3]
         assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + head)
-    logits = TOKENS * 50304  # in fp32 until I; then their gradient in 16 bits, and their input
+    # bytes in fp32 until I; then the gradient in 16 bits, and the layer's input
+    logits = TOKENS * 50304
     more = {Held.ACTIVATION: 4 * logits, Held.WEIGHT_INPUTS: 2 * (logits + TOKENS * WIDTH)}
     for kept, expected in more.items():
         assert held(costs, kept)[3] == pytest.approx(held(without, kept)[3] + expected)
 
 
 def test_the_loss_and_the_embeddings_table_take_memory() -> None:
-    """The loss and the embedding's table take memory traffic: the gradient of the whole table is
-    summed for each microbatch, whichever rows it met."""
+    """The loss and the embedding's table take time for memory traffic: each microbatch sums the
+    gradient of the whole table, whichever rows its tokens use."""
     costs = costs_of(rates=GPU, vocabulary=50304)
     fused = costs_of(rates=GPU, vocabulary=50304, loss_fusion=True)
     assert costs.vocabulary is not None and fused.vocabulary is not None
@@ -311,7 +316,7 @@ def test_the_loss_and_the_embeddings_table_take_memory() -> None:
 
 def test_multi_token_prediction_is_on_the_last_stage() -> None:
     """Multi-token prediction is on the last stage by default. Each depth is a layer, a projection
-    of two widths to one, and the output layer once more."""
+    of two widths to one, and a run of the output layer."""
     rows, depths = 50304, 2
     model = gpt(16, rows)
     without = costs_of(model=model)
@@ -330,8 +335,8 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
 
 
 def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
-    """Multi-token prediction was counted on the last stage. Only its output layer runs there, once
-    for each depth; the depths' own layers are on the stage that the layout gives."""
+    """Costs of multi-token prediction are on the stage that the layout gives; only its runs of the
+    output layer are on the last stage. All of it was counted on the last stage."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     counts, run = [4, 4, 8, 0], replace(RUN, tensor_parallel=1)
     before, without = (
@@ -350,9 +355,9 @@ def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
 
 
 def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> None:
-    """Messages behind multi-token prediction carry all its hidden states: one more for each depth.
-    They were counted with one hidden state, in seconds and in bytes. Messages before it carry one.
-    """
+    """Messages behind the stage of multi-token prediction carry one more hidden state for each
+    depth, and messages before that stage carry one. Seconds and bytes were counted for one hidden
+    state everywhere."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     stages = stages_of(model, [4, 4, 8, 0], [0, 0, 2, 0])
     costs = estimate(model, stages, replace(RUN, tensor_parallel=1), WHOLE)
@@ -370,7 +375,7 @@ def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> 
     assert joined.states == (1, 3)
 
 
-# ---- Ranks that wait for one another
+# ---- ranks that wait for each other
 
 
 def test_tensor_parallel_ranks_share_the_work() -> None:
@@ -381,9 +386,9 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
 
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
-    """Tensor-parallel ranks wait for one another. A layer has two pairs of matrices, of which each
-    gathers and scatters once in F and in I. W waits for nothing; B hides reductions behind weight
-    gradients of second matrices, as an I followed by its W does."""
+    """Costs include the communication of tensor-parallel ranks. A layer has two pairs of matrices,
+    and each pair gathers and scatters once in F and in I. W waits for nothing. B hides reductions
+    behind the weight gradients of second matrices, as an I does that is followed by its W."""
     once = 4 * TOKENS * WIDTH * 2 * 3 / 4 / WHOLE.peers * 4
     waiting, alone = (costs_of(rates=r, tensor_parallel=4) for r in (WHOLE, ALONE))
     for kind, more in ((F, once), (I, once), (W, 0.0)):
@@ -404,8 +409,8 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
 
 
 def test_gathers_for_w_overlap_its_products() -> None:
-    """Gathers for W overlap W's products, unless a gather takes longer. Inputs that wait for W then
-    take a rank's part."""
+    """Gathers for W overlap with W's products and cost nothing, unless a gather takes longer.
+    Inputs that are gathered in W are stored until then only in this rank's part."""
     kept, local, both = (
         functools.partial(costs_of, tensor_parallel=4, gathered_for_w=frozenset(ways))
         for ways in ((), ["inputs"], ["inputs", "gradients"])
@@ -423,8 +428,8 @@ def test_gathers_for_w_overlap_its_products() -> None:
 
 
 def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
-    """Layers in Userbuffers leave W no weight gradient. If only the reduction is within a product,
-    this concerns the first matrices of each pair."""
+    """Layers with Userbuffers compute their weight gradients in I, and leave none to W. If only the
+    reduction overlaps with a product, this concerns only the first matrices of each pair."""
     split = costs_of(rates=ALONE, tensor_parallel=4)
     all_whole, rows_whole = (
         costs_of(tensor_parallel=4, userbuffers=frozenset(ends))
@@ -441,16 +446,17 @@ def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
 
 
 def waits(group: Group, model: Model, rates: Rates = WHOLE, **run: Any) -> tuple[float, float]:
-    """Seconds of F and I of a stage with all layers of ``model``."""
+    """Return the seconds of communication in ``group``, in F and in I, of a stage with all layers
+    of ``model``."""
     execution = replace(RUN, **run)
     seconds = seconds_of_layers(model, Stage(model.layers), execution, rates)
     return seconds.forward.get(group, 0.0), seconds.input_gradient.get(group, 0.0)
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
-    """Tokens are sent to their experts and back in F and in I: with two experts a token, twice its
-    width each way. Messages to experts in another node share the network with messages between
-    stages."""
+    """Tokens are sent to their experts and back in F and in I; with two experts a token, that is
+    twice its width each way. Messages to experts on another node share the network with messages
+    between stages."""
     model = gpt(("*E",), **EXPERTS)
     sent = 2 * 2 * TOKENS * WIDTH * 2
     in_node = waits(Group.EXPERT, model, expert_parallel=8)
@@ -470,9 +476,9 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_keys_and_values_go_round_while_attention_goes_on() -> None:
-    """Context-parallel ranks exchange keys and values while attention computes. A pass waits for
-    the part of the exchange that attention does not hide. An all-to-all of heads hides nothing, so
-    a pass waits for all of it."""
+    """Context-parallel ranks exchange keys and values while attention computes, so a pass waits
+    only for the part that attention does not hide. An all-to-all of heads hides nothing, and a pass
+    waits for all of it."""
     run: dict[str, Any] = {"context_parallel": 4, "sequence": 4 * TOKENS}
     assert waits(Group.CONTEXT, gpt(1), **run) == (0, 0)
     slow = replace(WHOLE, peers=3e9)
@@ -488,23 +494,24 @@ def test_keys_and_values_go_round_while_attention_goes_on() -> None:
 
 @pytest.mark.parametrize(("ranks", "later"), [(1, 0), (2, 1), (4, 3)])
 def test_a_ring_of_context_parallel_ranks_merges_its_steps(ranks: int, later: int) -> None:
-    """Ring attention merges the results of its steps: the first step's output is copied, each later
-    one is added, to three quarters of the tokens on average. With one gather (`all_gather`) nothing
-    is merged."""
+    """Ring attention takes time to merge the results of its steps: the first output is copied, and
+    each later one is added, to three quarters of the tokens on average. With one gather
+    (`all_gather`) there is nothing to merge."""
     run = replace(RUN, context_parallel=ranks, sequence=ranks * TOKENS)
     merging = [o for o in part_of("*", gpt(1), run).operations if o.name == "merging"]
     passes = [o.moved.forward / (2 * TOKENS * WIDTH) for o in merging]
     assert passes == pytest.approx([2 + 3 * 0.75 * later] if later else [])
     backward = [o.moved.input_gradient / (2 * TOKENS * WIDTH) for o in merging]
-    assert backward == pytest.approx([2 + 3 * 3 * 0.75 * later] if later else [])  # q, k and v
+    # for queries, keys and values
+    assert backward == pytest.approx([2 + 3 * 3 * 0.75 * later] if later else [])
     at_once = replace(run, context_exchange="all_gather")
     assert "merging" not in [o.name for o in part_of("*", gpt(1), at_once).operations]
 
 
 def test_what_tensor_parallel_ranks_gather_is_cast_before() -> None:
-    """Tensor-parallel ranks cast a tensor before they gather it: the first product's input and the
-    last one's output gradient are cast by a rank's share of the sequence; without sequence
-    parallelism each rank casts everything."""
+    """Tensor-parallel ranks cast a tensor to FP8 before they gather it. With sequence parallelism
+    each rank casts only its share of the first product's input and of the last product's output
+    gradient; without it each rank casts everything."""
     run = replace(RUN, precision=Precision.FP8, tensor_parallel=4)
 
     def casts(sequence_parallel: bool) -> dict[str, tuple[float, float]]:
@@ -536,8 +543,8 @@ def test_which_part_of_a_pass_is_waiting() -> None:
 
 
 def test_messages_within_a_domain_are_peers() -> None:
-    """Messages within an NVLink domain are sent to peers. Four pipeline ranks of two GPUs are in
-    one node; sixteen are not, but are in one rack."""
+    """Messages between ranks of one NVLink domain have the speed of peers. Four pipeline ranks of
+    two GPUs are in one node; sixteen are not, but are in one rack."""
     rack = replace(WHOLE, domain=72)
     hops = {
         (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.p2p_seconds
@@ -549,7 +556,7 @@ def test_messages_within_a_domain_are_peers() -> None:
     assert hops[8, 8] == hops[32, 72] == message / WHOLE.peers
 
 
-# ---- Rates
+# ---- rates of GPUs
 
 
 def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
@@ -564,8 +571,8 @@ def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
 
 
 def test_a_pass_of_a_chunk_is_launched() -> None:
-    """The host launches a pass of a chunk: F and I pay for it, W does not, as the host has posted
-    its work long before."""
+    """F and I of a chunk take time for launching their kernels. W does not, because the host has
+    launched its work long before."""
     quick, launched = costs_of(), costs_of(rates=replace(WHOLE, launch=1e-3))
     for kind, more in ((F, 1e-3), (I, 1e-3), (W, 0.0)):
         assert launched.seconds[kind][1] == pytest.approx(quick.seconds[kind][1] + more)
@@ -573,11 +580,11 @@ def test_a_pass_of_a_chunk_is_launched() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_quantized_products_are_quicker_and_casts_take_memory(name: str) -> None:
-    """Quantised products are faster, and their casts take memory traffic. Attention and the output
-    layer stay in 16 bits."""
+    """Quantized products are faster, and their casts take time for memory traffic. Attention and
+    the output layer stay in 16 bits."""
     gpu, model = GPUS[name], gpt(4, 50304)
     sheet = DATA_SHEETS[name]
-    most = 4.4 if name == "vr200" else 2.1  # Rubin has more units for 8 bits, and for 4
+    most = 4.4 if name == "vr200" else 2.1  # VR200 has more units for 8 and for 4 bits
     assert sheet.source.startswith("https://") and sheet.fp8 < most * sheet.bf16
     plain = costs_of((4,), gpu.rates(), model=model, fused=True)
     for precision in (Precision.FP8, Precision.FP4):
@@ -592,10 +599,10 @@ def test_quantized_products_are_quicker_and_casts_take_memory(name: str) -> None
 
 
 def test_what_whole_trainings_are_published_to_reach() -> None:
-    """The estimate of whole trainings is near their published efficiency. Megatron-LM's README: 41
-    to 48 % of 989e12 on H100s, with pipelines and data parallelism; Korthikanti et al. 2022, table
-    5: 41 to 56 % of 312e12 on A100s, and Hagemann et al. 2023 up to 70 %. Layers alone reach more.
-    """
+    """Estimates of whole trainings are near published efficiencies. Megatron-LM's README has 41 to
+    48 % of 989e12 operations a second on H100s, with pipelines and data parallelism; Korthikanti et
+    al. 2022, table 5, have 41 to 56 % of 312e12 on A100s, and Hagemann et al. 2023 up to 70 %.
+    Layers alone reach more."""
     model = Model(("*-",) * 8, 8192, 64, 8, 128, 28672, 128256, gated_linear_unit=True)
     run = Execution(8192, tensor_parallel=8)
     counted = flops_of(model, Stage(model.layers), run)
@@ -635,7 +642,7 @@ def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
 
 
 def test_no_other_file_lists_the_gpus() -> None:
-    """GPUs are listed only in the data file and the page that is written from it."""
+    """GPUs are listed only in the data file (gpus.toml) and on the page that is written from it."""
     root = Path(__file__).parents[3]
     names = "|".join(name for name in GPUS if name not in ("a100", "h100", "h200", "b200"))
     files = [*root.glob("docs/*.md"), *root.glob("megatron_ext/**/*.py")]

@@ -1,4 +1,5 @@
-"""Costs per layer type, from what stages took, and estimates that are scaled to them."""
+"""Tests of costs by layer type, which are computed from the times of stages, and of estimates
+scaled to them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ DENSE, EXPERTS = "*-", "*E"
 NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
 
 
-# ---- Least squares
+# ---- least squares
 
 
 def test_parts_that_sums_tell_apart_are_found() -> None:
@@ -55,8 +56,8 @@ def test_parts_that_sums_tell_apart_are_found() -> None:
 
 
 def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
-    """Parts that no sum tells apart keep their estimated proportions, even if other parts are told
-    apart."""
+    """Parts whose times no measured sum separates keep their estimated proportions to each other,
+    even if other parts are separated."""
     expected = np.array([[4.0, 1, 0], [4, 1, 2], [8, 2, 3]])
     fit = fit_scales(expected, expected @ [2.0, 2.0, 0.5])
     assert fit.scales == pytest.approx((2.0, 2.0, 0.5))
@@ -64,8 +65,9 @@ def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
 
 
 def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
-    """If parts are partly told apart, sums are kept: two stages have equal layers, the first one an
-    embedding and the last one an output layer, so two sums determine three parts."""
+    """The scaled parts add up to the measured sums, even if the sums do not determine every part.
+    Two stages have equal layers, the first an embedding and the last an output layer, so two sums
+    are measured of three parts."""
     expected = np.array([[10.0, 1, 0], [10, 0, 4]])
     measured = np.array([12.0, 17.0])
     fit = fit_scales(expected, measured)
@@ -75,8 +77,8 @@ def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
 
 
 def test_what_is_too_small_to_be_seen_is_scaled_as_the_rest() -> None:
-    """A part that is too small to be seen gets the scale of the others. A scale of its own would be
-    fitted to noise."""
+    """A part that is too small to be measured gets the scale of the other parts. A scale of its own
+    would be fitted to noise."""
     expected = np.array([[10.0, 0.01], [10, 0]])
     fit = fit_scales(expected, np.array([20.4, 20.0]))
     assert fit.scales[1] == pytest.approx(2.02, rel=0.01)
@@ -93,7 +95,7 @@ def test_parts_of_which_nothing_was_measured_or_expected() -> None:
     assert fit_scales(np.zeros((2, 1)), np.ones(2)).scales == (1,)
 
 
-# ---- Costs of stages
+# ---- costs of stages
 
 MODEL = Model(
     layers=(*[DENSE] * 3, *[EXPERTS] * 9),
@@ -161,8 +163,9 @@ TOWER = TowerCosts((3e-3, 4e-3, 2e-3), 2e9)
 def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
     is_divided: bool, tmp_path: Path
 ) -> None:
-    """An encoder's measured time is what the first stage takes beyond its layers, which only the
-    other stages determine. Nothing was written for such models."""
+    """An encoder's measured time is the part of the first stage's time that its layers do not
+    explain; the other stages determine the layers. No costs by layer type were written for models
+    with an encoder."""
     counts = [2, 1, 2, 2, 1, 1, 2, 1]
     measured = replace(TRUE, tower=TOWER)
     costs = costs_of(counts, replace(RATES, measured=measured))
@@ -189,8 +192,8 @@ def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
 
 
 def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() -> None:
-    """Layer types that all stages mix in the same way keep the estimate's proportions. Here each
-    stage has one layer of each type; a line in the log says so."""
+    """Layer types that all stages have in the same proportion keep the estimate's proportion, and a
+    remark says so. Here each stage has one layer of each type."""
     model = replace(MODEL, layers=(DENSE, EXPERTS) * 4, vocabulary=0)
     stages = stages_of(model, [2] * 4)
     slower = Measured((), others=Scale(1.3, 1.3, 1.3))
@@ -239,12 +242,12 @@ def test_layers_that_are_not_understood_are_refused(tmp_path: Path) -> None:
         load_measured(path)
 
 
-# ---- Links
+# ---- links between ranks
 
 
 def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -> None:
-    """Four ranks on two nodes have the links 0-1 and 2-3 within a node and 1-2 between the
-    nodes."""
+    """Measured messages give one speed within a node and one between nodes. Of four ranks on two
+    nodes, 0-1 and 2-3 are within a node, and 1-2 is between nodes."""
     ranks = [
         RankFigures({}, {}, [1e-3], [1], "a", reserved=2.0**30),
         RankFigures({}, {}, [4e-3], [2], "a"),
@@ -281,8 +284,8 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
 def test_schedules_are_made_where_links_differ(spec: str) -> None:
-    """Schedules are made if links differ. A plan ended with an IndexError: the code that places W
-    read the time of a link behind the last stage."""
+    """Schedules can be built if messages take different times on different links. A plan ended with
+    an IndexError, because the code that places W read the time of a link behind the last stage."""
     rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
     placement = choose(spec).place(3)
     costs = costs_of([12 // placement.stages] * placement.stages, rates)
@@ -302,16 +305,17 @@ def test_links_that_are_all_alike_are_one_figure(stride: int, hops: tuple[float,
 
 
 def test_a_pair_crosses_where_any_pipeline_has_it_on_two_nodes() -> None:
-    """A link counts as crossing nodes if it does so in any pipeline. With pipelines of 3 ranks on
-    nodes of 4 ranks, the second pipeline begins with the last rank of the first node."""
+    """A link between two pipeline ranks counts as a link between nodes if it is one in any
+    pipeline. With pipelines of 3 ranks on nodes of 4, the second pipeline begins on the last rank
+    of the first node."""
     assert crosses_a_node(frozenset([0, 1]), 4, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 8, 3, 6, 1)
     assert not crosses_a_node(frozenset([0, 1]), 4, 3, 3, 1)
 
 
 def test_messages_take_what_their_own_link_takes() -> None:
-    """A message takes the time of its own link, for activations and gradients alike; and no lower
-    bound exceeds the simulated time."""
+    """A simulated message takes the time of its own link, for activations and for gradients. The
+    lower bound of a step does not exceed the simulated time."""
     passes = uniform(line(3), 10, 10, 10, comm=3)
     costs = passes.with_links(p2p_seconds_by_stage=(1.0, 5.0))
     problem = Problem(line(3), 1, costs)
@@ -324,8 +328,8 @@ def test_messages_take_what_their_own_link_takes() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
 def test_an_order_is_timed_by_each_link(name: str) -> None:
-    """A placement of weight gradients is timed with the seconds of each link. All messages were
-    assumed to take the mean, and weight gradients were put into gaps that do not exist."""
+    """The search for places of weight gradients uses the time of each link. It assumed the mean for
+    all messages, and put weight gradients into gaps that do not exist."""
     costs = uniform(line(4), 10, 10, 10, comm=5).with_links(p2p_seconds_by_stage=(1.0, 13.0, 1.0))
     problem, resolved = Problem(line(4), 8, costs), choose(name)
     exact = simulate(build_program(resolved, problem), costs).makespan

@@ -1,6 +1,6 @@
-"""Factors of a machine's operations, measured at one size and used at others.
+"""Tests of factors of a machine's operations, measured at one size and used at others.
 
-The machine is emulated: its seconds are the estimate's times factors that are known.
+The machine is emulated: its seconds are the estimate's times known factors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SHEET = GPUS["h100"].rates()
 
 @dataclass(frozen=True)
 class Emulated(MachineFactors):
-    """The emulated machine: products with a short side, attention of few heads and short
+    """Emulated machine on which products with a short side, attention of few heads, and short
     collectives are slow."""
 
     def of_product(self, shape: ProductShape) -> float:
@@ -128,7 +128,7 @@ def attention_seconds(shape: AttentionShape) -> tuple[float, float]:
 
 
 def collective_seconds(group: Group, ranks: int) -> dict[float, float]:
-    """Seconds of one collective of each size."""
+    """Return the seconds of one collective on the emulated machine, by its size in bytes."""
     factor = EMULATED.of_gather if group is Group.TENSOR else EMULATED.of_exchange
     return {
         float(size): factor(size)
@@ -164,7 +164,8 @@ def profiled(
     model: Model = MODEL,
     run: Execution = RUN,
 ) -> Path:
-    """Return a file of costs that ``run`` and PP 4 measure on the emulated machine."""
+    """Write the costs that a training with four pipeline ranks measures on the emulated machine,
+    and return the file."""
     stages = stages_of(model, [4] * 4)
     costs = estimate(model, stages, run, TRUE)
     basis = Basis(model, stages, run, replace(SHEET, factors=measured))
@@ -201,8 +202,9 @@ def test_the_factors_of_an_emulated_machine_come_back(tmp_path: Path) -> None:
 def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
     ranks: int, stages: int, tmp_path: Path
 ) -> None:
-    """With machine factors other sizes cost what they do on the emulated machine. With costs by
-    layer type alone, a layer at TP 8 is scaled as at TP 2."""
+    """With measured factors of the machine, the estimate for other sizes is that machine's time to
+    1 %. With measured costs by layer type only, a layer at TP 8 is scaled as at TP 2, and the
+    estimate is wrong by more than 10 %."""
     told = costs_of(ranks, stages, rates_in(profiled(tmp_path, factors())))
     true = costs_of(ranks, stages, TRUE)
     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
@@ -215,8 +217,9 @@ def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_path: Path) -> None:
-    """Experts on more or fewer ranks cost what they do on the emulated machine. The factors were
-    measured with 8 expert-parallel ranks; with 4, an expert has half as many rows."""
+    """With measured factors of the machine, the estimate is right for other numbers of
+    expert-parallel ranks. The factors were measured with 8 such ranks; with 4, an expert has half
+    as many rows."""
     measured = factors(EXPERTS)
     assert len(measured.grouped) > 10 and len(measured.exchanges) == 5
     path = profiled(tmp_path, measured, EXPERTS, RUN_OF_EXPERTS)
@@ -235,8 +238,8 @@ def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_
 
 
 def test_exchanges_take_the_factor_of_their_length() -> None:
-    """Exchanges of tokens have the factor of their size. The measured factor does not apply if
-    another library sends each token once to each rank."""
+    """An exchange of tokens between experts' ranks takes the factor measured for its size. The
+    factor does not apply to another library, which sends each token once to each rank."""
     rates = replace(SHEET, factors=factors(EXPERTS))
     for size, factor in ((2**19, 5), (2**24, 1.4)):
         there_and_back = Exchange(Group.EXPERT, 8, 1, Passes(2 * size, 2 * size))
@@ -251,7 +254,8 @@ SIZES = ((1, 8), (2, 4), (4, 2), (8, 1))
 
 
 def step(sizes: tuple[int, int], rates: Rates) -> float:
-    """Seconds of 16 microbatches under 1F1B on 8 GPUs."""
+    """Return the seconds of a step of 16 microbatches under 1F1B on 8 GPUs, with ``sizes`` of
+    tensor- and pipeline-parallel ranks."""
     ranks, stages = sizes
     costs = costs_of(ranks, stages, rates)
     program = build_program(choose("1f1b"), Problem(line(stages), 16, costs))
@@ -266,7 +270,7 @@ def test_the_best_sizes_are_those_of_the_emulated_machine(tmp_path: Path) -> Non
     assert best(SHEET)[0] != best(TRUE)[0], "the emulated machine tells nothing new"
 
 
-# ---- The file
+# ---- the file of measured factors
 
 
 def test_a_file_of_another_gpu_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Seconds of matrix products by shape, and of collectives by steps."""
+"""Tests of the estimated seconds of matrix products by their shape, and of collectives by their
+steps."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def seconds(rows: float, columns: float, depth: float, groups: float = 1) -> flo
 
 
 def test_a_full_wave_takes_its_operations() -> None:
-    """A full wave of tiles takes the time of its operations: 100 tiles of 256 x 128 on 100 SMs."""
+    """A product whose tiles fill all SMs takes the time of its operations: here 100 tiles of 256 x
+    128 on 100 SMs."""
     assert seconds(2560, 1280, 4096) == pytest.approx(2 * 2560 * 1280 * 4096 / 100e12, rel=1e-3)
 
 
@@ -60,8 +62,8 @@ def test_a_tile_that_is_not_full_takes_as_long_as_one_that_is() -> None:
 
 
 def test_groups_have_tiles_of_their_own() -> None:
-    """Grouped products have their own tiles. Ten experts with 64 of 640 rows each have a tile each;
-    with 65 rows they have two."""
+    """Each group of a grouped product has tiles of its own. Ten experts with 64 of 640 rows take
+    one tile each, and with 65 rows two."""
     assert seconds(64, 640, 4096, groups=10) == pytest.approx(seconds(640, 640, 4096))
     assert seconds(65, 640, 4096, groups=10) > 1.4 * seconds(64, 640, 4096, groups=10)
 
@@ -79,8 +81,8 @@ def test_shapes_of_passes() -> None:
 
 
 def test_more_tokens_are_no_less_efficient() -> None:
-    """More tokens are never less efficient in a matrix product, as an SM has next to nothing to do
-    for a few hundred tokens."""
+    """A matrix product with more tokens is at least as efficient, because a few hundred tokens give
+    an SM next to nothing to do."""
     efficiency = []
     for tokens in (64, 512, 4096, 32768):
         (operation,) = linear("fc", tokens, 5120, 13824, Execution(tokens))
@@ -91,7 +93,8 @@ def test_more_tokens_are_no_less_efficient() -> None:
 
 
 def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
-    """With LoRA, which has none, MXFP8 takes as long as FP8 with one scale for a tensor."""
+    """In MXFP8 only weight gradients take longer than in FP8 with one scale for each tensor.
+    Trainings with LoRA, which have no such gradients, take equally long."""
     fp8, mxfp8 = (
         Execution(4096, precision=Precision.FP8),
         Execution(4096, precision=Precision.MXFP8),
@@ -101,11 +104,13 @@ def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
         for run in (fp8, mxfp8)
     )
     assert many[:2] == one[:2]
-    assert many[2] == pytest.approx(MXFP8_WEIGHTS * one[2], rel=0.01)  # and the gap between kernels
+    # to 1 %, because of the gap between kernels
+    assert many[2] == pytest.approx(MXFP8_WEIGHTS * one[2], rel=0.01)
 
 
 def test_a_dropout_of_local_layers_draws_its_numbers() -> None:
-    """F draws a number for each element, which takes longer than its bytes; I reads the mask."""
+    """In local layers F of a dropout takes the time to draw a number for each element, which is
+    longer than moving its bytes. I only reads the mask."""
     run = Execution(1024)
     forward, backward, weights = A100.seconds_of(dropout("dropout", 1e8, run))
     assert forward == pytest.approx(1e8 / 1.0e11, rel=0.01)
@@ -114,7 +119,8 @@ def test_a_dropout_of_local_layers_draws_its_numbers() -> None:
 
 
 def test_frozen_layers_have_no_weight_gradient_in_an_unsplit_pass() -> None:
-    """Captured layers of LoRA recipes had W in I: their steps were a third too long."""
+    """Frozen layers with a whole backward pass have no weight gradient in I. The captured layers of
+    LoRA recipes were given one, so their steps were estimated a third too long."""
     model = Model(("*-",), 1024, 8, 8, 128, ffn_hidden_size=4096, vocabulary=0)
     (stage,) = stages_of(model, [1])
     run = Execution(4096, captured=frozenset({"mlp", "attn"}), userbuffers=frozenset({"row"}))
@@ -131,12 +137,13 @@ def test_a_ring_has_a_step_for_each_other_rank() -> None:
 
 
 def test_tokens_go_to_the_nodes_of_their_groups_alone() -> None:
-    """DeepSeek-V3 chooses 8 of 256 experts in 4 of 8 groups, each of which has one of 8 nodes."""
+    """Tokens are sent only to nodes with their chosen groups of experts. DeepSeek-V3 chooses 8 of
+    256 experts in 4 of 8 groups, each on one of 8 nodes."""
     passes = Passes(1e9, 1e9)
     anywhere = Exchange(Group.EXPERT, 64, 1, passes, choices=8)
     grouped = replace(anywhere, groups=(4, 8))
     seconds = [A100.seconds_to_exchange(one)[0] for one in (anywhere, grouped)]
-    nodes = 8 * (1 - (1 - 1 / 8) ** 8)  # that 8 choices are on, in the mean
+    nodes = 8 * (1 - (1 - 1 / 8) ** 8)  # mean number of nodes with one of 8 chosen experts
     assert seconds[1] / seconds[0] == pytest.approx(4 / nodes, rel=1e-3)
 
 
@@ -148,23 +155,25 @@ def test_a_short_message_takes_its_latency() -> None:
 
 
 def test_rings_of_many_nodes_are_slower_in_plain_pytorch() -> None:
-    """Rings of many nodes were estimated slower in Megatron too: reductions of 128 nodes took six
-    seconds that no step shows."""
+    """Rings over many nodes are estimated slower in plain PyTorch only. They were in Megatron too:
+    reductions over 128 nodes took six seconds that no real step shows."""
 
     def of_nodes(framework: Framework) -> tuple[float, float]:
         few, many = (seconds_of_a_byte(8 * n, 1, A100, framework) for n in (FULL_SPEED_NODES, 32))
         return few, many
 
     few, many = of_nodes(Framework.PYTORCH)
-    assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.03)  # 255 of 256, 31 of 32
+    # a ring moves 255 of 256 parts, the other one 31 of 32
+    assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.03)
     full, as_full = of_nodes(Framework.MEGATRON)
     assert as_full == pytest.approx(full, rel=0.03)
     assert few == pytest.approx(full)
 
 
 def test_plain_pytorch_sums_gradients_in_fp32() -> None:
-    """Scaling all-reduces whole gradients in fp32, 8 bytes a parameter round a ring, and gathers
-    weights of 2 bytes. Megatron's distributed optimizer scatters and gathers 2 bytes each."""
+    """Plain PyTorch (the code "Scaling") all-reduces whole gradients in fp32, 8 bytes a parameter
+    around a ring, and gathers weights of 2 bytes. Megatron's distributed optimizer scatters and
+    gathers 2 bytes each."""
     model = ModelBytes(weights=2e9, gradients=2e9, optimizer=0.0)
     state = TrainingState(distributed=True, data_parallel=16, gradient_bytes=2)
     rates = replace(A100, memory=math.inf)
@@ -176,8 +185,9 @@ def test_plain_pytorch_sums_gradients_in_fp32() -> None:
 
 
 def test_plain_pytorch_gathers_logits_and_sums_a_gates_gradient_on_its_own() -> None:
-    """Each tensor-parallel rank of Scaling has the whole loss, and waits for two sums in the
-    backward pass of an MLP with a gate, unless sequence parallelism gathers its input once."""
+    """In plain PyTorch (the code "Scaling") each tensor-parallel rank computes the whole loss. It
+    also waits for two sums in the backward pass of an MLP with a gate, unless sequence parallelism
+    gathers its input once."""
     model = Model(
         ("*-",),
         4096,
@@ -208,13 +218,13 @@ def test_plain_pytorch_gathers_logits_and_sums_a_gates_gradient_on_its_own() -> 
 
 
 def test_gradients_are_reduced_round_a_ring() -> None:
-    """Gradients are reduced around a ring: within a node, and between nodes over as many ports as
-    the ring has."""
+    """Gradients are reduced around a ring: within a node at the speed of peers, between nodes over
+    as many network ports as the ring has."""
     rates = Rates.from_training_speed(operations=1e12, network=1e9, host=1e9, peers=10e9)
     assert seconds_of_a_byte(4, 1, rates) == pytest.approx(3 / 4 / 10e9)
-    # Eight to a node: nearly what peers carry.
+    # With eight ranks a node, the network is nearly as fast as the peers.
     assert seconds_of_a_byte(16, 1, rates) == pytest.approx(15 / 16 / 8e9)
-    # Tensor-parallel ranks fill the node.
+    # Here tensor-parallel ranks fill the node.
     assert seconds_of_a_byte(4, 8, rates) == pytest.approx(3 / 4 / 1e9)
     assert seconds_of_a_byte(1, 1, rates) == 0
 
@@ -235,7 +245,8 @@ def test_temporary_tensors_of_the_loss() -> None:
     run = Execution(4096)
     assert temporary_bytes(model, stage, run) == logits * 2
     fused = temporary_bytes(model, stage, replace(run, loss_fusion=True))
-    # of attention: gradients of output, queries, keys and values twice, and a sum in fp32
+    # of attention: gradients of the output, and of queries, keys and values twice; and a sum in
+    # fp32
     assert fused == 4096 * 1024 * (2 * (1 + 6) + 4 + 2 * 2), "of the layer"
     parts = temporary_bytes(model, stage, run, loss_share=1 / 4)
     assert parts == logits * 2 / 4, "of a vocabulary that is partitioned over four ranks"

@@ -1,4 +1,5 @@
-"""Costs from measured passes, the file they are written to, and predictions made with them."""
+"""Tests of costs from measured passes, of the file that they are written to, and of predictions
+made with them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def estimated(placement: Placement, vocabulary: int = 2000) -> Costs:
 
 
 def real(costs: Costs) -> Costs:
-    """A machine whose stages are slower than ``costs`` say, each by another factor."""
+    """Return the costs of a machine on which each stage is slower than in ``costs``, by a factor of
+    its own."""
     factors = [1.5 + 0.1 * stage for stage in range(costs.stages)]
     seconds = {
         kind: tuple(factor * cost for factor, cost in zip(factors, row, strict=True))
@@ -75,7 +77,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
 
 
 def recorded(program: Program, truth: Costs) -> list[RankFigures]:
-    """Return the figures that the ranks of a machine with costs ``truth`` measure."""
+    """Return the figures that the ranks of a machine with the costs ``truth`` measure."""
     in_passes = costs_in(program, truth)
     assert in_passes.held_bytes is not None
     figures = []
@@ -103,14 +105,15 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
 def test_what_the_passes_cost_is_found_again(
     spec: str, vocabulary: VocabularyParallel, rows: int
 ) -> None:
-    """Measured costs recover what each pass costs, whatever is in one pass: B, an output layer's
-    weight gradient, logits with their gradient."""
+    """The costs of F, I and W are recovered from measured passes, also if a pass contains several
+    of them: a B, an output layer's weight gradient in I, logits with their gradient."""
     before = placed(spec, vocabulary, rows)
     guess = estimated(before.schedule.placement, rows)
     truth = real(guess)
-    if vocabulary is not NONE:  # its shards are on all ranks, and of one speed here
+    # the parts of a split vocabulary are on all ranks, with one speed here
+    if vocabulary is not NONE:
         assert guess.vocabulary is not None and truth.vocabulary is not None
-        # Measured passes have what only an estimate adds to them.
+        # Measured passes already contain what the estimate adds to them.
         truth_of_ends = replace(guess.vocabulary, launch=0.0, rescaling=0.0, contention=(0.0, 0.0))
         truth = truth.without_vocabulary().with_vocabulary(truth_of_ends)
     measured = measured_costs(before, guess, recorded(before, truth), "here")
@@ -126,7 +129,8 @@ def test_what_the_passes_cost_is_found_again(
 
 
 def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
-    """The output layer's weight gradient is in I in one program, and in W in the other."""
+    """The costs of the output layer are recovered from a program that computes its weight gradient
+    in I, and from one that computes it in W."""
     assert not output_layer_waits(placed("zb-h1"))
     assert output_layer_waits(placed("zb-h1", rows=50))
 
@@ -225,12 +229,12 @@ def test_commands_take_the_written_file(command: list[str], tmp_path: Path) -> N
         assert rows["1f1b"]["makespan"] == pytest.approx(stock_1f1b(problem).makespan, rel=1e-4)
 
 
-# ---- What has changed
+# ---- changes by measured costs
 
 
 def test_a_line_says_what_measured_costs_have_changed() -> None:
-    """A log line says what measured costs have changed. The first stage is slow, and the schedule
-    was made without knowing it."""
+    """A log line says what measured costs change. Here the first stage is slow, and the schedule
+    was made without knowing that."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
     slow = {kind: (2 * row[0], *row[1:]) for kind, row in guess.seconds.items()}
@@ -258,9 +262,9 @@ def test_a_schedule_that_has_not_changed_says_so() -> None:
 
 
 def test_an_order_that_is_better_stays_where_it_may() -> None:
-    """A better earlier order stays if it may. For the new costs zb-auto finds a worse order than it
-    had found for the old ones. The old order stays, with messages placed anew, unless the memory
-    limit forbids it."""
+    """If a search with measured costs finds a worse order than the one that runs, that order stays,
+    with new places for its messages, unless the memory limit forbids it. Here zb-auto finds a worse
+    order."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)
@@ -282,7 +286,7 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     assert max(peaks(again.schedule, in_microbatches(again.schedule))) == 2
 
 
-# ---- Prediction beside measurement
+# ---- predictions compared with measurements
 
 
 def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> None:
@@ -306,8 +310,8 @@ def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> Non
 
 
 def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
-    """The cost of the whole vocabulary is that of its measured shards, also for the embedding, for
-    which there is no estimate."""
+    """The cost of a whole vocabulary is computed from the measured passes of a split one, also for
+    the embedding, for which there is no estimate."""
     before = placed("zb-v", ONE)
     guess = estimated(before.schedule.placement)
     layers = guess.without_vocabulary()

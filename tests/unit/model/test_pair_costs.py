@@ -1,4 +1,4 @@
-"""Time of experts' messages that overlapped passes hide, computed from the layers."""
+"""Tests of the time of experts' messages that overlapped passes hide, computed from the layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None
 
 def test_a_pair_takes_no_less_than_its_messages() -> None:
     layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
-    assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0  # not 2 + 2
+    assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0  # 4 would be 2 + 2
 
 
 def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -> None:
@@ -65,15 +65,17 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
     forward = layer.saving_with(other, share, with_weights=False)  # F has experts, I has none
     back = other.saving_with(layer, share, with_weights=False)
     assert min(two, forward, back) > 0
-    assert hidden[0][0] == pytest.approx(forward + back)  # dense beside experts, and back
+    # a dense layer next to experts, and the reverse
+    assert hidden[0][0] == pytest.approx(forward + back)
     assert hidden[0][1] == pytest.approx(two)
-    assert hidden[2][0] == pytest.approx(two)  # as many layers as both have
+    assert hidden[2][0] == pytest.approx(two)  # only as many layers overlap as both passes have
     assert hidden[3][3] == 0.0
 
 
 def test_the_share_is_that_of_gpu_dispatcher_and_queues() -> None:
-    """A third was taken of every GPU and dispatcher, and a sixth with tensor parallelism on
-    Blackwell where no GPU was present."""
+    """The share of messages that overlapped passes hide depends on the GPU, the dispatcher and the
+    number of hardware queues. A third was assumed for every GPU and dispatcher, and on machines
+    without a GPU a sixth with tensor parallelism on Blackwell."""
     blackwell = GPUS["b200"].rates(EXECUTION.precision)
     in_one = replace(EXECUTION, has_one_queue=True)
     assert hidden_share(EXECUTION, RATES) == pytest.approx(1 / 3)

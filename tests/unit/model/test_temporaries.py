@@ -1,4 +1,5 @@
-"""Temporary tensors of passes, compared with what PyTorch allocates on the CPU."""
+"""Tests of the estimated temporary tensors of passes, compared with PyTorch's allocations on the
+CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ PYTORCH = replace(RUN, framework=Framework.PYTORCH)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that live, and the most of them."""
+    """Bytes of living tensors that operations have created, and the largest number of such
+    bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +62,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def test_loss_of_plain_pytorch() -> None:
-    """The loss in plain PyTorch stores two fp32 gradients in its backward pass. It was estimated at
-    6 bytes a logit."""
+    """The loss in plain PyTorch needs two fp32 gradients of the logits in its backward pass, as
+    estimated. The estimate was 6 bytes a logit."""
     logits = torch.randn(512, 4096, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes() as live:
         loss = F.cross_entropy(logits.float(), torch.zeros(512, dtype=torch.long))
@@ -74,8 +76,8 @@ def test_loss_of_plain_pytorch() -> None:
 
 
 def test_mlp_of_plain_pytorch() -> None:
-    """An MLP in plain PyTorch stores its temporaries and, in a split backward pass, the second
-    matrix' input until its weight gradient."""
+    """An MLP in plain PyTorch needs the estimated temporary bytes, and in a split backward pass
+    also stores the second matrix's input until its weight gradient."""
     hidden, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
     one, two, three = (
         torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
@@ -95,8 +97,8 @@ def test_mlp_of_plain_pytorch() -> None:
 
 
 def test_what_is_recomputed_is_there_at_once() -> None:
-    """Recomputed layers take their memory at once during the recompute. They counted as their
-    inputs only."""
+    """While layers are recomputed, their activations count as temporary bytes. Recomputed layers
+    counted as their inputs only."""
     model, stage = replace(MODEL, layers=("*-",) * 4), Stage(("*-",) * 4)
     whole = held_of_stage(model, Stage(("*-",)), RUN)[0]
     plain = temporary_bytes(model, stage, RUN)
@@ -125,8 +127,8 @@ def test_experts_have_gradients_of_what_was_exchanged() -> None:
 
 
 def test_bytes_outside_tensors() -> None:
-    """Memory outside tensors: buffers of a ring for each group of several ranks, and of the
-    experts' exchange with up to seven peers."""
+    """The estimate of memory outside tensors has NCCL's buffers for a ring in each group of several
+    ranks, and for the experts' exchange with up to seven peers."""
     ring, alone = 24 * 12 * 2**20, CONTEXT + WORKSPACES
 
     def of(pipeline: int, data: int, experts: int = 1, **sizes: int) -> float:

@@ -1,4 +1,5 @@
-"""Vision towers: what they take, hold and have, trained and frozen."""
+"""Tests of image encoders (vision towers): their time, stored bytes and parameters, trained and
+frozen."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from scripts.evaluation.recipes.recipe import read_models
 H100 = GPUS["h100"].rates()
 GPT = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000,gated=true")
 TOWER = tower_of(parse_tower("siglip"), 4096, 4096)
-# Billions of parameters of towers with their projectors, counted by others in checkpoints.
+# Billions of parameters of image encoders with their projectors, counted by others in published
+# checkpoints.
 PUBLISHED = {
     "Qwen/Qwen3.5-397B-A17B": 0.453,
     "Qwen/Qwen3.5-122B-A10B": 0.448,
@@ -55,8 +57,8 @@ def test_a_public_tower_has_its_published_parameters(name: str) -> None:
 
 
 def test_work_is_that_of_textbooks() -> None:
-    """An encoder's work is the textbook's: in F 2 x parameters x tokens, and 4 x tokens x tokens of
-    an image x width of attention."""
+    """An image encoder's operations are those of textbooks: in F 2 x parameters x tokens, and for
+    attention 4 x tokens x tokens of an image x width."""
     rates = replace(H100, sms=0, memory=float("inf"), kernel=0.0, attention=H100.linear, launch=0.0)
     (layers, _, _), _ = tower_matrices(TOWER)
     products = 2 * layers * TOWER.patches
@@ -118,8 +120,8 @@ def table_gradient(run: Execution) -> float:
     ("trained", "of_a_parameter"), [(TowerTraining.ALL, 18.0), (TowerTraining.NOTHING, 2.0)]
 )
 def test_its_memory_is_on_the_first_rank(trained: TowerTraining, of_a_parameter: float) -> None:
-    """An encoder's memory is on the first rank: its weights in 2 bytes; if trained, a gradient in 4
-    bytes and three states in 4 bytes each."""
+    """An image encoder's memory is on the first rank: 2 bytes a weight and, if it is trained, 4
+    bytes for the gradient and 4 bytes for each of three states."""
     run, placement = GPT.execution(2), line(4)
 
     def bytes_of(model: Model) -> list[float]:

@@ -1,4 +1,4 @@
-"""Pictures: every pass is on them, where and as long as it ran."""
+"""Tests of pictures of timelines: every pass is drawn, where and as long as it ran."""
 
 import itertools
 import sys
@@ -38,8 +38,8 @@ def two_chunks() -> Timeline:
 
 
 def test_svg_of_two_timelines(tmp_path: Path) -> None:
-    """An SVG of two timelines has a text for each pass, in addition to those of the axes and
-    titles."""
+    """An SVG of two timelines contains a text for each pass with its microbatch, besides the texts
+    of axes and titles."""
     timelines = [timeline_of("1f1b", 3, 4), timeline_of("zb-h1", 3, 4)]
     path = tmp_path / "picture.svg"
     draw(timelines, path)
@@ -67,8 +67,8 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
 
 
 def test_hatching_and_the_greys_of_memory_have_keys(tmp_path: Path) -> None:
-    """Legends explain hatching and the greys of memory. No legend said what the lines over half of
-    the boxes are, nor whose memory a curve is."""
+    """The legend of a picture explains hatched boxes, and which ranks' memory the grey curves show.
+    No legend did."""
     path = tmp_path / "picture.svg"
     draw([timeline_of("1f1b", 4, 4), two_chunks()], path)
     assert {_HATCHED, "memory of rank 0", "memory of the last rank"} <= {
@@ -86,7 +86,8 @@ def test_png_of_two_timelines(tmp_path: Path) -> None:
 
 
 def shapes_of(axes: Any, timeline: Timeline) -> list[tuple[Any, list[tuple[int, float, float]]]]:
-    """The shapes on ``axes``, one a kind, with their boxes; that of the bubbles aside."""
+    """Return the shapes on ``axes``, one for each kind of pass, with their boxes; the shape of the
+    bubbles is not among them."""
     shapes = []
     for shape in axes.patches:
         boxes = []
@@ -108,7 +109,7 @@ def colour_of(shape: Any) -> str:
 
 
 def boxes_of(axes: Any, timeline: Timeline) -> list[tuple[int, float, float, str]]:
-    """The rank, start, end and colour of the boxes on ``axes``, by rank and time."""
+    """Return the rank, start, end and colour of each box on ``axes``, sorted by rank and time."""
     return sorted(
         (*box, colour_of(shape)) for shape, boxes in shapes_of(axes, timeline) for box in boxes
     )
@@ -136,7 +137,8 @@ def test_every_pass_has_its_box(name: str, tmp_path: Path, figures: list[Any]) -
 
 
 def test_a_measured_timeline_begins_at_zero(tmp_path: Path, figures: list[Any]) -> None:
-    """A drawn timeline begins at zero, as a recorder's clock begins at any time."""
+    """A measured timeline is drawn from time zero, because a recorder's clock begins at an
+    arbitrary time."""
     predicted = timeline_of("1f1b", 2, 2)
     events = tuple(Event(e.rank, e.action, e.start + 1e6, e.end + 1e6) for e in predicted.events)
     measured = Timeline(predicted.schedule, events)
@@ -158,8 +160,8 @@ def test_later_chunks_are_hatched(tmp_path: Path, figures: list[Any]) -> None:
 
 
 def test_passes_that_are_too_short_go_without_a_number(tmp_path: Path, figures: list[Any]) -> None:
-    """Passes that are too short have no number. If hundreds of passes fill the picture, numbers
-    would cover them, and two digits take more room than one."""
+    """Passes that are drawn too short for their microbatch number have none. In a picture of
+    hundreds of passes, numbers would cover the boxes; two digits need more space than one."""
     draw([timeline_of("gpipe", 2, 30)], tmp_path / "picture.png")
     assert len(figures[0].axes[0].texts) == 2 * 30, "B has one, F has none"
     draw([timeline_of("gpipe", 2, 80)], tmp_path / "picture.png")
@@ -202,9 +204,9 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         draw([timeline_of("1f1b", 2, 2)], tmp_path / "picture.svg")
 
 
-# sRGB, linear, as a person sees it who lacks one of the three kinds of cones: Machado, Oliveira
-# and Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
-# table 1, severity 1.0.
+# Linear sRGB as seen by people who lack one of the three kinds of cones: Machado, Oliveira and
+# Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency", table
+# 1, severity 1.0.
 VISIONS = {
     "all cones": np.eye(3),
     "protanopia": [
@@ -223,11 +225,13 @@ VISIONS = {
         [0.004733, 0.691367, 0.303900],
     ],
 }
-LEAST_DIFFERENCE = 15.0  # in CIELAB; about 2 can just be told apart side by side
+# distance in CIELAB; people can just tell two colours apart at about 2, side by side
+LEAST_DIFFERENCE = 15.0
 
 
 def lab(colour: str, vision: object) -> np.ndarray:
-    """Return the coordinates in CIELAB (CIE 1976, D65) of ``colour`` (#RRGGBB) under ``vision``."""
+    """Return the CIELAB coordinates (CIE 1976, D65) of ``colour`` (#RRGGBB) as seen with
+    ``vision``."""
     srgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.asarray(vision) @ linear, 0, 1)
@@ -238,8 +242,8 @@ def lab(colour: str, vision: object) -> np.ndarray:
 
 
 def test_all_visions_tell_the_kinds_of_passes_apart() -> None:
-    """Colours tell the kinds of passes apart for all kinds of colour vision. The input gradient and
-    the whole backward pass were two oranges."""
+    """People with any kind of colour vision can tell the kinds of passes apart by colour. The input
+    gradient and the whole backward pass were two similar oranges."""
     assert F in COLOURS
     colours = {**{kind.name: colour for kind, colour in COLOURS.items()}, "bubble": BUBBLE}
     for name, vision in VISIONS.items():

@@ -1,4 +1,5 @@
-"""Explanations of a step's time: simulated steps with a known cause, and parts that must add up."""
+"""Tests of explanations of a step's time: simulated steps with a known cause, and parts that must
+add up to the whole."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.helpers.schedules import drawn, line_problem, program, table
 
 
 def step(drawing: str) -> Timeline:
-    """The inverse of `drawn`, for one stage a rank."""
+    """Return the timeline that `drawn` would draw like this, for one stage a rank."""
     events: list[Event] = []
     for rank, text in enumerate(table(drawing).splitlines()):
         for column, cell in enumerate(text.split()[1:]):
@@ -104,8 +105,8 @@ def test_one_thing_is_wrong(drawing: str, part: MakespanPart, seconds: float, wo
 
 
 def test_two_things_are_wrong() -> None:
-    """The explanation names the slow pass alone: a message is late too, but its rank would have had
-    to wait for the slow pass anyway."""
+    """If a pass is slow and a message is late, the explanation names only the pass, because the
+    message's rank would have had to wait for that pass anyway."""
     explanation = explain(
         step("""
             0 F0 F1 .  . .  . B0 = F2 . B1 = .  B2 =
@@ -120,8 +121,8 @@ def test_two_things_are_wrong() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_nothing_is_wrong(factor: float) -> None:
-    """If all passes are as predicted, in whatever unit, the explanation finds nothing wrong: the
-    idle time is the schedule's own."""
+    """If all passes take their predicted time, in whatever unit, the explanation finds no cause:
+    all idle time is the schedule's own."""
     explanation = explain(PREDICTED.moved(7.0, factor), PREDICTED)
     expected = {part: seconds * factor for part, seconds in OWN.items()}
     assert explanation.parts == pytest.approx(dict.fromkeys(MakespanPart, 0.0) | expected)
@@ -129,8 +130,9 @@ def test_nothing_is_wrong(factor: float) -> None:
 
 
 def test_passes_in_other_proportions() -> None:
-    """Passes in other proportions are named as the cause. Each rank has as much work as predicted,
-    but on rank 0 F takes three times as long as B."""
+    """The explanation attributes idle time to costs if passes have other proportions than
+    predicted. Each rank has the predicted amount of work, but on rank 0 F takes three times as long
+    as B."""
     measured = step("""
         0 F0 = = F1 = = F2 = = .  .  . . B0 . . B1 . . B2
         1 .  . . F0 . . F1 . . F2 B0 = = B1 = = B2 = = .
@@ -145,7 +147,8 @@ def test_passes_in_other_proportions() -> None:
 
 
 def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
-    """A step as predicted, and one whose passes and delays are all others."""
+    """Return a predicted step, and a measured one with random durations of passes and random
+    delays."""
     random = Random(seed)
     schedule = random_case(seed).schedule
     replay = Replay(schedule)
@@ -183,8 +186,8 @@ def test_a_step_replayed_as_it_was_is_that_step(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "hanayo"])
 def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
-    """A replay with the given costs equals the simulation. Messages of these schedules take no
-    time, as a replay has none."""
+    """A replay of a schedule with its costs equals the simulation. Messages of these schedules take
+    no time, because a replay has no messages."""
     placement = choose(name).place(3)
     costs = uniform(placement, 3, 4, 2)
     made = program(name, Problem(placement, 6, costs))
@@ -194,8 +197,8 @@ def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
 
 @pytest.mark.parametrize("how", [VocabularyParallel.ONE, VocabularyParallel.TWO])
 def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
-    """A replayed pass waits only for the collectives that it needs. In the simulation it also waits
-    until all ranks are there."""
+    """With a split vocabulary, a replayed pass starts after the collectives that it needs. In the
+    simulation it also waits until all ranks have joined them."""
     placement = choose("zb-v").place(3)
     costs = replace(
         uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)

@@ -1,4 +1,4 @@
-"""Figures of --pipeline-metrics, from what ranks tell of their own steps by their own clocks."""
+"""Tests of the figures of --pipeline-metrics, which are computed from each rank's own clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program_of(spec: str, ranks: int, microbatches: int) -> Program:
 
 
 def told(program: Program, steps: list[Timeline]) -> list[RankSums]:
-    """Return the sums that each rank reports of ``steps``, as if its clock began with its first
+    """Return the sums that each rank reports of ``steps``, with a clock that begins at its first
     pass."""
     ranks = []
     for rank in range(program.problem.ranks):
@@ -62,8 +62,8 @@ SPECS = (
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_ranks_that_share_no_clock_tell_the_makespan(spec: str, ranks: int) -> None:
-    """Ranks without a common clock determine the makespan: a first pass waits for a message, and so
-    does a last I."""
+    """The makespan follows from ranks without a common clock, because a rank's first pass and its
+    last I wait for messages of neighbours."""
     program = program_of(spec, ranks, 3 * ranks)
     predicted = simulate(program, program.problem.costs)
     measured = metrics(told(program, [predicted, predicted.moved(0.0, 3.0)]), predicted)
@@ -84,8 +84,8 @@ def test_steps_that_overlap_take_their_span() -> None:
 
 
 def test_what_is_told_comes_back_from_its_numbers() -> None:
-    """Sums come back from their numbers, also those of a rank that has fewer stages than another,
-    or has had no step."""
+    """The sums that a rank reports can be sent as plain numbers and read back, for a rank with
+    fewer stages than another too, and for one without any step."""
     sums = RankSums(2, 3.0, 4.0, (0.5, 1.0, 2.0, 3.0), 5 * GIB, 6 * GIB)
     assert RankSums.of(sums.numbers(1)) == sums
     assert len(sums.numbers(2)) == len(RankSums().numbers(2))
@@ -107,7 +107,8 @@ def test_a_rank_without_a_step_makes_no_figures() -> None:
 
 
 def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
-    """Three ranks of which one takes ``factor`` times its costs; rank 0 has twice the work."""
+    """Return program, prediction and reported sums of three ranks, of which ``rank`` takes
+    ``factor`` times its costs. Rank 0 has twice the work of the others."""
     resolved = choose("zb-h1")
     placement = resolved.place(3)
     costs = uniform(placement, 10, 12, 8)
@@ -129,8 +130,8 @@ def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_is_slow_beside_what_is_predicted_of_each(rank: int) -> None:
-    """A rank is slow only compared with its own prediction. Rank 0 takes longest, which is its
-    work."""
+    """A rank is called slow if it takes longer than was predicted for that rank. Rank 0, which has
+    twice the work, takes longest and is not slow."""
     _, predicted, ranks = slow(rank, 1.25)
     measured = metrics(ranks, predicted)
     assert measured.slowest == rank and measured.slower == pytest.approx(0.25)
@@ -197,7 +198,7 @@ def test_who_leaves_the_prediction_is_told_once() -> None:
 
 
 def test_a_bubble_below_the_prediction_leaves_it_too() -> None:
-    """A bubble below the prediction is reported too: costs are wrong then, and another schedule may
-    be better."""
+    """A measured bubble that stays below the prediction is reported too: the costs are wrong then,
+    and another schedule may be better."""
     warning = Departure().see(with_bubble(0.04), PATIENCE)
     assert warning is not None and "5 points below" in warning

@@ -1,7 +1,8 @@
-"""Predictions from a trace of Megatron's own step, for a model with a heavy output layer.
+"""Tests of predictions from a trace of Megatron's own step, for a model with a heavy output layer.
 
-All of a rank's work was cut evenly over its stages, the output layer too: zb-v was promised 0.80 of
-Megatron's step and took 0.99. The times are simulated here, so that the right answers are known.
+A rank's work, with the output layer, was split evenly over its stages: zb-v was predicted to take
+0.80 of Megatron's step, and took 0.99. The times are simulated here, so that the right answers are
+known.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Triple = tuple[float, float, float]
 
 
 def true_costs(stages: int) -> Costs:
-    """Each stage has as many layers; the first has the embedding, the last the output layer."""
+    """Return costs of stages with equally many layers; the first also has the embedding, the last
+    the output layer."""
     rows = [[LAYERS // stages * part for part in LAYER] for _ in range(stages)]
     for stage, end in ((0, EMBEDDING), (-1, OUTPUT)):
         rows[stage] = [layers + part for layers, part in zip(rows[stage], end, strict=True)]
@@ -45,7 +47,8 @@ def true_costs(stages: int) -> Costs:
 
 
 def parts(stages: int, output: float = 1.0, *, kinds: int = 1) -> ModelParts:
-    """The estimate, a third of the time, and the output layer ``output`` times as heavy in it."""
+    """Return estimated model parts: a third of the true times, with an output layer ``output``
+    times as heavy."""
 
     def estimated(triple: Triple, factor: float = 1.0) -> Triple:
         f, i, w = (figure * factor / 3 for figure in triple)
@@ -62,7 +65,7 @@ def parts(stages: int, output: float = 1.0, *, kinds: int = 1) -> ModelParts:
 
 
 def seen(spec: str, ranks: int, estimate: ModelParts | None) -> TracedStep:
-    """A step of Megatron's own as it was simulated."""
+    """Return a simulated step of Megatron's own schedule, as a trace of it."""
     return step_of(spec, ranks, true_costs(choose(spec).place(ranks).stages), estimate)
 
 
@@ -105,8 +108,9 @@ def right_answer(spec: str, ranks: int) -> float:
 def test_other_placements_take_what_was_said(
     traced: str, ranks: int, others: tuple[str, ...], output: float
 ) -> None:
-    """Other placements take the predicted time, whatever cost the estimate gives the output layer:
-    the measured passes tell the output layer from the layers."""
+    """The predicted step times of other placements are right to 5 %, whatever cost the estimate
+    gives the output layer, because the measured passes separate the output layer from the
+    layers."""
     found = told(traced, ranks, parts(choose(traced).place(ranks).stages, output))
     said = {each.schedule: each for each in (*found.within, *found.with_more)}
     for spec in others:
@@ -115,8 +119,8 @@ def test_other_placements_take_what_was_said(
 
 
 def test_without_parts_all_is_cut_evenly() -> None:
-    """Without model parts all stages are cut evenly: nothing is known of a caller's model. The page
-    says so."""
+    """Without known parts of the model, as for a caller's own model, all work of a rank is split
+    evenly over its stages. The report says so."""
     found = told("1f1b", 2, None)
     assert not found.has_parts
     (v,) = [each for each in (*found.within, *found.with_more) if each.schedule == "zb-v"]
@@ -124,8 +128,8 @@ def test_without_parts_all_is_cut_evenly() -> None:
 
 
 def test_a_stage_of_ones_own_keeps_its_time() -> None:
-    """A stage that exists under both placements keeps its measured time: under a placement with as
-    many stages, and under Megatron's own, nothing is fitted."""
+    """A stage that exists under both placements keeps its measured time. Nothing is fitted under
+    Megatron's own placement, or another one with as many stages."""
     costs = costs_of(seen("1f1b", 2, parts(2, 5.0))).costs(2)
     assert costs is not None
     for kind, figures in true_costs(2).seconds.items():
@@ -133,9 +137,9 @@ def test_a_stage_of_ones_own_keeps_its_time() -> None:
 
 
 def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
-    """Parts that passes do not tell apart give a range. With layers of another type on each stage,
-    the last stage's passes do not tell its layers from the output layer: the estimate's proportions
-    may be wrong, and the range says how far."""
+    """The prediction has a wide range if measured passes do not separate the parts of the model.
+    With another layer type on each stage, the last stage's passes do not separate its layers from
+    the output layer, and the estimate's proportions may be wrong."""
     sure, unsure = (told("1f1b", 2, parts(2, kinds=kinds)) for kinds in (1, 2))
 
     def width(found: WhatIf) -> float:
@@ -147,11 +151,13 @@ def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
 
 
 DEPTH_SECONDS = (1.5, 1.8, 1.2)
-OWN_STAGE = ((2, 0), (3, 0), (3, 1), (0, 0))  # layers and depths, as of Ett|ttt|tttm|L
+# layers and depths of each stage, as in the layout Ett|ttt|tttm|L
+OWN_STAGE = ((2, 0), (3, 0), (3, 1), (0, 0))
 
 
 def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
-    """Costs of ``stages`` with so many layers and depths; the output layer runs twice."""
+    """Return costs of ``stages``, each a number of layers and of prediction depths; the output
+    layer runs twice."""
     rows = []
     for number, (layers, depths) in enumerate(stages):
         ends = [(number == 0, EMBEDDING), (2 * (number == len(stages) - 1), OUTPUT)]
@@ -164,9 +170,9 @@ def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
 
 @pytest.mark.parametrize("output", [0.5, 1.0, 2.0])
 def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float) -> None:
-    """Multi-token prediction stays on the stage that the traced run had for it. It was on a stage
-    of its own before that of the loss: its time was attributed to the last stage, whose output
-    layer was taken to be shorter by as much."""
+    """The prediction knows on which stage the traced run had multi-token prediction. It ran on a
+    stage before that of the loss, but its time was attributed to the last stage, whose output layer
+    was therefore assumed to be shorter."""
     doubled = tuple(2 * part for part in parts(4, output).last["output layer"])
     estimate = ModelParts(
         tuple(("layer",) * layers + (DEPTH,) * depths for layers, depths in OWN_STAGE),

@@ -1,4 +1,5 @@
-"""The page of timelines, without a browser: its boxes, who waited for whom, and its file."""
+"""Tests of the HTML page of timelines, without a browser: its boxes, the dependencies between them,
+and its file."""
 
 from __future__ import annotations
 
@@ -96,12 +97,12 @@ def test_every_pass_has_its_box(sort: str) -> None:
 @EACH
 def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
     """On a page no action starts before the one that it waits for has ended. In a simulated run an
-    action also starts as soon as the last one has ended."""
+    action also starts as soon as the last of these has ended."""
     run = simulated_run("x", ALL_SORTS[sort], steps=2)
     for place, box in enumerate(run.boxes):
         ends = [run.boxes[other].end for other in before(run.boxes, place)]
         if box.track.title.isupper():
-            continue  # a collective begins with the last rank
+            continue  # a collective begins when the last rank joins
         assert max(ends, default=0.0) <= box.start + 1e-9, label(box)
         if box.track.group is TrackGroup.PASSES and box.end > box.start:
             assert box.start == pytest.approx(max(ends, default=0.0)), label(box)
@@ -141,15 +142,15 @@ def test_the_critical_path_of_a_line_is_down_and_up_again() -> None:
 
 @EACH
 def test_memory_is_that_of_the_proof(sort: str) -> None:
-    """The memory curve of a page is that of the proof. In microbatches messages take no memory, so
-    that the peak is at a pass."""
+    """The peak of a page's memory curve is the peak of the proof. Counted in microbatches, messages
+    take no memory, so the peak is at a pass."""
     made = ALL_SORTS[sort]
     run = simulated_run("x", made)
     wanted = peaks(made.schedule, in_microbatches(made.schedule))
     for rank, peak in enumerate(wanted):
         held = [box.held for box in run.boxes if box.track.rank == rank and box.held is not None]
         assert max(held) <= peak + 1e-9
-        if sort != "offload":  # copies back take memory between passes
+        if sort != "offload":  # with offload, copies back take memory between passes
             assert max(held) == pytest.approx(peak)
     assert run.figures.peaks == tuple(wanted) and run.figures.peaks_bytes is None
 
@@ -213,7 +214,7 @@ def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
     assert {0, 39} < microbatches
     (remark,) = small.remarks
     assert "480 passes are too many for one page: microbatches 0" in remark
-    # No pass is lost, and the rank is as busy as it was.
+    # No pass is lost, and each rank is busy for as long as before.
     left_out = [box for box in small.boxes if box.kind == OMITTED]
     assert len(passes) + sum(box.passes for box in left_out) == 480
     assert sum(box.cost for box in (*passes, *left_out)) == pytest.approx(30 * 40 * 4 + 40 * 21)
@@ -289,8 +290,8 @@ def test_the_data_are_the_boxes() -> None:
 
 
 def test_times_have_as_many_digits_as_they_need() -> None:
-    """Times on a page have as many digits as they need. They are small in seconds: with fixed
-    decimals all passes would have taken 0."""
+    """Times on a page have enough digits for their unit. Passes may take microseconds, and with a
+    fixed number of decimals they would have taken 0."""
     made = program("1f1b", line_problem(2, 3, 1e-6 / 3, 1e-6, 1e-6))
     (told,) = data_of(page_of(simulated_run("x", made)))["runs"]
     assert told["end"][0] == pytest.approx(1e-6 / 3, rel=1e-5)
@@ -301,7 +302,7 @@ def test_times_have_as_many_digits_as_they_need() -> None:
     [(4, 16), *at_night((16, 160))],  # at night more than 20,000 passes
 )
 def test_a_page_is_small(ranks: int, microbatches: int) -> None:
-    """A page is small: with 20,000 passes it stays smooth and below 3 MB, so that it can be sent by
+    """A page with 20,000 passes is smaller than 3 MB, so that it stays smooth and can be sent by
     mail."""
     runs = [simulated_run(name, program_of(name, ranks, microbatches)) for name in ("1f1b", "zb-v")]
     drawn = [

@@ -1,7 +1,8 @@
-"""The page of timelines in a browser: it draws what its data say, and follows its reader.
+"""Tests of the HTML page of timelines in a browser: it draws its data, and reacts to the pointer
+and keys.
 
 A Chromium without a window opens the page and a probe (tests/helpers/page_probe.js) that moves the
-pointer, presses keys and looks at pixels. What it has seen comes back in the page's own text.
+pointer, presses keys and looks at pixels. The probe writes its findings into the page's text.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ pytestmark = nightly("test_page shows by day what the page is drawn from")
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
-    """Opens a file, and returns its text when its scripts are done."""
+    """Return a function that opens a file in the browser, and returns its text once its scripts are
+    done."""
     found_at = next(filter(None, map(shutil.which, NAMES)), None)
     if found_at is None:
         pytest.skip(f"there is no browser here: {', '.join(NAMES)}")
@@ -73,7 +75,7 @@ def runs() -> tuple[Run, ...]:
 
 
 def probed(opens: partial[str], page: Page, folder: Path) -> dict[str, Any]:
-    """Return the findings of the probe in ``page``."""
+    """Open ``page`` with the probe, and return the probe's findings."""
     text = text_of(page).replace("<head>", f"<head>{LISTEN}")
     path = folder / "page.html"
     path.write_text(f'{text}<script type="module">{PROBE.read_text()}</script>')
@@ -106,7 +108,7 @@ def test_every_pass_has_its_colour_in_its_place(told: dict[str, Any]) -> None:
         white = hatched = 0
         for box, colour in colours:
             wanted = rgb(data["kinds"][shown["kind"][box]]["colour"])
-            if run.chunk_of[run.boxes[box].stage]:  # strokes are between the pixel and its colour
+            if run.chunk_of[run.boxes[box].stage]:  # white lines of hatching may cover the pixel
                 hatched += 1
                 white += not is_close(colour, wanted)
             else:
@@ -134,8 +136,8 @@ def test_a_pass_tells_what_it_waited_for(told: dict[str, Any]) -> None:
 
 
 def test_the_curves_of_memory_are_in_their_order(told: dict[str, Any]) -> None:
-    """The memory curves of ranks are stacked: a pointer that comes from above first meets the rank
-    that stores most."""
+    """The memory curves of the ranks lie behind each other in order: a pointer that comes from
+    above first meets the rank that stores most."""
     peak, held = told["curves"]
     assert peak == max(runs()[1].figures.peaks)
     assert held[0] == peak and held == sorted(held, reverse=True)

@@ -1,4 +1,5 @@
-"""The race without a training: who races, in which turns, what they come to, and what is told."""
+"""Tests of a race of schedules without a training: its candidates, its turns, its results, and its
+texts."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.written_settings import from_environment
 
-# ---- Who races
+# ---- the candidates of a race
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ def test_a_plan_joins_its_race_when_it_is_made() -> None:
     assert PipelineConfig.parse(race="zb-h1", schedule="plan").schedule == "plan"
 
 
-# ---- In which turns, and what they come to
+# ---- the turns of a race and their results
 
 
 def drive(race: Race, seconds: dict[str, float], drift: float = 0.0) -> list[str]:
-    """Run ``race`` to its end, in which iterations take ``seconds`` and ``drift`` more each turn;
-    who had the turns."""
+    """Run ``race`` to its end and return the schedule of each turn. Iterations take ``seconds``,
+    and ``drift`` more in each turn."""
     turns: list[str] = []
     for number in itertools.count():
         if race.is_over:
@@ -134,8 +135,8 @@ def test_each_round_goes_there_and_back() -> None:
 
 
 def test_drift_cancels_out() -> None:
-    """Drift cancels out in a race. Each turn takes 1 % longer than the one before; the ratio is
-    that without drift."""
+    """A steady drift of the machine does not change the ratio of two schedules in a race. Here each
+    turn takes 1 % longer than the one before."""
     race = Race("a", ["b"])
     drive(race, {"a": 1.0, "b": 0.8}, drift=0.01)
     ratio = race.ratio("b")
@@ -212,7 +213,7 @@ def test_on_simulated_clocks_the_known_winner_wins(
     assert tuple(race.dropped) == dropped
 
 
-# ---- What the next start knows
+# ---- the record that the next start reads
 
 
 def record() -> RaceRecord:
@@ -256,7 +257,7 @@ def test_the_first_difference_is_named() -> None:
     )
 
 
-# ---- What is told
+# ---- the texts of a race
 
 
 def test_the_row_can_be_pasted() -> None:
@@ -294,9 +295,9 @@ def test_the_row_can_be_pasted() -> None:
 def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     candidate: float, measured: float, predicted: float, says: str | None
 ) -> None:
-    """A gain beyond what the bubble can give is called noise. A race on a busy machine chose a
-    schedule with a ratio of 1.291, beyond its spread, although removing the whole bubble would have
-    given 1.16."""
+    """A gain that exceeds what removing the whole bubble would give is called noise. A race on a
+    busy machine chose a schedule with a ratio of 1.291, outside its spread, although removing the
+    whole bubble would have given 1.16."""
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
@@ -322,7 +323,8 @@ CONTESTANTS = Contestants(("a", "b", "c"))
 
 
 def course(rounds: int) -> RaceRecord:
-    """A race of a, b and c after so many rounds: c is dropped after two, and b wins."""
+    """Return the record of a race of a, b and c after ``rounds`` rounds: c is dropped after two,
+    and b wins."""
     race = Race("a", ["b", "c"])
     for number in range(rounds):
         seconds = {"a": 1.0 + number / 100, "b": 0.9, "c": 2.0}
@@ -349,7 +351,7 @@ def test_a_race_that_none_could_run_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
-    """A race record is accepted only if a race can have written it. 120 of 395 mutations were
+    """A race record is refused unless a race can have written it. Of 395 changed records 120 were
     accepted: negative seconds won, and a winner that is no schedule ended each later start in a
     traceback."""
     values: list[Any] = [
@@ -380,8 +382,8 @@ def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
                     record = load_race_record(tmp_path / NAME, CONTESTANTS)
                     if record != course(rounds) and path[0] != "fingerprint":
                         taken.append((path, value))
-    taken.remove((("rounds",), whole_rounds(2)))  # an earlier record of the same race
-    for path, value in taken:  # figures, which a report shows
+    taken.remove((("rounds",), whole_rounds(2)))  # this is a valid earlier record of the same race
+    for path, value in taken:  # only figures for the report may have changed
         is_figure = path[0] == "figures" and len(path) == 3
         assert is_figure and (value is None or -1 <= value <= 1), (path, value)
 
@@ -391,7 +393,7 @@ def whole_rounds(count: int) -> list[Any]:
 
 
 def paths_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value of JSON."""
+    """Yield the path of each value in JSON data."""
     if path:
         yield path
     items: Any = {}
@@ -404,7 +406,8 @@ def paths_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def renamed(data: Any, path: tuple[Any, ...]) -> list[Any]:
-    """The value at ``path``, if it is a table or a list, without its last item."""
+    """Return, in a list, the table or list at ``path`` without its last item; the list is empty if
+    there is none."""
     for key in path:
         data = data[key]
     if isinstance(data, dict) and data:

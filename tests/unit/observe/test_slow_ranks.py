@@ -1,4 +1,4 @@
-"""A slow GPU, a slow replica and a stage that costs more than estimated are told apart."""
+"""Tests that tell apart a slow GPU, a slow replica, and a stage that costs more than estimated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 def step(speeds: tuple[float, ...] = ()) -> Timeline:
-    """A step of zb-h1 whose ranks have these speeds, in the order made for equal ranks."""
+    """Return a step of zb-h1, ordered for equal ranks, on ranks of these ``speeds``."""
     placement = choose("zb-h1").place(4)
     costs = uniform(placement, 10, 12, 8)
     program = build_program(choose("zb-h1"), Problem(placement, 8, costs))
@@ -73,7 +73,8 @@ def test_one_pipeline_cannot_tell_a_slow_gpu_from_a_wrong_cost() -> None:
 def test_a_gpu_that_is_slow_in_one_of_four_pipelines() -> None:
     text = told(busy(2), ALIKE, ALIKE, ALIKE)
     assert "in the one that ends on global rank 15: a slow GPU" in text
-    text = told(ALIKE, ALIKE, busy(1), ALIKE)  # not in the pipeline that is logged
+    # the slow GPU is in another pipeline than the one that is logged
+    text = told(ALIKE, ALIKE, busy(1), ALIKE)
     assert "pipeline rank 1 has been 1.30 times as slow as in other pipelines" in text
     assert "global rank 7: a slow GPU" in text and "--rank-speeds 1,0.77,1,1" in text
 
@@ -97,7 +98,7 @@ def test_it_is_told_once_and_only_after_long() -> None:
     assert [text is not None for text in seen] == [False, True, False, False]
     healthy = PipelineTimes(3, ALIKE)
     ranks = SlowRanks()
-    for _ in range(4):  # never for long at a time
+    for _ in range(4):  # never slow for long enough at a time
         assert ranks.see(ratios, PREDICTED, PATIENCE // 2, own, []) is None
         assert ranks.see([1.0] * 4, PREDICTED, 1, healthy, []) is None
 
@@ -112,8 +113,9 @@ def test_a_trace_tells_the_speeds(tmp_path: Path) -> None:
 
 
 def test_noise_of_a_few_steps_is_no_speed(tmp_path: Path) -> None:
-    """Noise of a few steps is no rank speed. Medians of three steps whose ranks took up to 30 %
-    more by turns went into the command that a plan recommended, as --pipeline-rank-speeds."""
+    """A trace of few noisy steps gives no rank speeds for a plan. The medians of three steps, in
+    which ranks took up to 30 % longer by turns, were written into a recommended command as
+    --pipeline-rank-speeds."""
     file = TraceFile(tmp_path / NAME)
     for iteration, times in enumerate((1.07, 1.3, 1.12)):
         noisy = step((1.0, 1 / times, 1.0, 1 / 1.02))

@@ -1,4 +1,4 @@
-"""An SVG of ours shows what matplotlib's shows, in less."""
+"""Tests that our shortened SVG files show what matplotlib's show."""
 
 import io
 import xml.etree.ElementTree as ElementTree
@@ -29,7 +29,7 @@ def test_a_path(path: str, shorter: str) -> None:
 
 
 def drawn(content: str) -> str:
-    """Return the part of a minified picture that stands for ``content``."""
+    """Return the part of a shortened SVG picture that corresponds to ``content``."""
     svg = minified(
         '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink"><metadata>today</metadata>{content}</svg>'
@@ -77,8 +77,8 @@ def test_what_goes(content: str, less: str) -> None:
 
 
 def test_nothing_that_is_seen_goes(tmp_path: Path) -> None:
-    """Shortening an SVG loses nothing visible: all shapes, markers and texts of a figure are there,
-    in order and in place."""
+    """Shortening an SVG loses nothing visible: all shapes, markers and texts of a figure remain, in
+    order and in place."""
     figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
     matplotlib = pytest.importorskip("matplotlib")
     axes = figure.subplots()
@@ -101,7 +101,8 @@ def test_nothing_that_is_seen_goes(tmp_path: Path) -> None:
 
 
 def leaves(svg: str) -> list[tuple[str, float, float]]:
-    """The shapes, markers and texts of ``svg``: what, and where if it is placed."""
+    """Return the shapes, markers and texts of ``svg`` with their positions (0 if they have
+    none)."""
     return [
         (
             f"{element.tag} {element.text or ''}".strip(),

@@ -1,4 +1,5 @@
-"""Trace files of measured steps: what is written is read back, and each moment's file is whole."""
+"""Tests of trace files of measured steps: written files can be read back, and the file is whole at
+every moment."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ SIMULATED = simulate(PROGRAM, PROGRAM.problem.costs)
 
 
 def measured(start: float, slow: Action | None = None) -> Timeline:
-    """As a recorder gives it: passes alone, here a hundredth of the costs long."""
+    """Return a timeline as a recorder gives it: passes only, with a hundredth of their costs as
+    seconds."""
     passes = tuple(event for event in SIMULATED.events if is_compute(event.action))
     timeline = replace(SIMULATED, events=passes).moved(start, 0.01)
     events = tuple(
@@ -70,7 +72,8 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def same(actual: Timeline, expected: Timeline, shift: float) -> bool:
-    """Whether the passes and reductions of ``actual`` are ``expected``'s, ``shift`` later."""
+    """Return whether ``actual`` has the passes and reductions of ``expected``, each later by
+    ``shift``."""
 
     def times(timeline: Timeline) -> list[float]:
         passes = [(e.start, e.end) for row in timeline.compute for e in row]
@@ -146,7 +149,7 @@ def test_every_rank_has_its_tracks_named_once(tmp_path: Path) -> None:
 
 
 def overlapping(folder: Path) -> Timeline:
-    """A V on which messages of all channels are under way at once."""
+    """Write the trace of a V on which messages of all channels are pending at the same time."""
     placement = choose("zb-v").place(3)
     problem = Problem(placement, 6, uniform(placement, 1, 1, 1, 3))
     timeline = simulate(program("zb-v", problem), problem.costs)
@@ -158,8 +161,8 @@ def overlapping(folder: Path) -> Timeline:
 def test_what_shares_a_track_does_not_overlap(
     write: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    """Events on one track of a trace do not overlap: a viewer would omit one of two overlapping
-    slices, or nest them."""
+    """Events on one track of a trace do not overlap. A viewer would omit one of two overlapping
+    events, or nest them."""
     write(tmp_path)
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events_of(tmp_path) if event["ph"] == "X"]
@@ -192,7 +195,8 @@ def test_no_trace(content: str | None, why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [None, 1, 2, 4])
 def test_a_trace_of_another_version_is_named(version: object, tmp_path: Path) -> None:
-    """A trace of another version is refused by name, as its passes might be misread."""
+    """A trace of another version is refused with its file name, because its passes might be
+    misread."""
     written(tmp_path)
     file = tmp_path / "new" / NAME
     data = json.loads(file.read_text())
@@ -253,7 +257,8 @@ def _timeless(events: Events) -> Events:
     [
         (_with("ts", "soon"), r"event \d+: ts is 'soon'; a finite number is expected"),
         (_with("ts", float("nan")), "ts is nan"),
-        (_with("ts", 10**400), "ts is 1000.*; a finite number is expected"),  # OverflowError
+        # this number raised an OverflowError
+        (_with("ts", 10**400), "ts is 1000.*; a finite number is expected"),
         (_with("pid", 10**400), "pid is 1000.*; a whole number from 0 is expected"),
         (_with("dur", None), "dur is None"),
         (_with("dur", -1), "dur is -1, and no duration"),
@@ -280,8 +285,8 @@ def _timeless(events: Events) -> Events:
 def test_an_odd_trace_is_named_with_the_place(
     change: Callable[[Events], Events], why: str, tmp_path: Path
 ) -> None:
-    """An odd trace is refused with the place of the mistake. A trace that a user had filtered,
-    merged or written by hand ended the command with a traceback."""
+    """The command `trace` refuses an invalid trace with file and place of the mistake. A trace that
+    a user had filtered, merged or written by hand ended the command with a traceback."""
     written(tmp_path)
     events = change(events_of(tmp_path))
     (tmp_path / "new" / NAME).write_text(json.dumps({"version": 3, "traceEvents": events}))
@@ -291,8 +296,8 @@ def test_an_odd_trace_is_named_with_the_place(
 
 
 def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
-    """A trace on a full disk was cut off in the middle of an event, with a message that named no
-    file."""
+    """A trace file on a full disk keeps its former steps, and the error names the file. It was cut
+    off in the middle of an event, with a message that named no file."""
     file = TraceFile(tmp_path / NAME)
     file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
     before = (tmp_path / NAME).read_bytes()
@@ -304,8 +309,8 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
-    """Tracks are named even if the first step did not fit on the disk. The names were assumed to be
-    in the file, which was empty."""
+    """The tracks of a trace have names even if the first step did not fit on the disk. The names
+    were assumed to be in the file, which was empty."""
     file = TraceFile(tmp_path / NAME)
     with full_disk(1000), pytest.raises(OSError, match=NAME):
         file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
@@ -338,7 +343,8 @@ def test_the_command_names_what_cost_the_most(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_a_limit_on_disk(tmp_path: Path) -> None:
-    """A training with --pipeline-trace-iters 1:1000000 filled the disk."""
+    """A trace stops growing at a limit, and the error names the file. A training with
+    --pipeline-trace-iters 1:1000000 filled the disk."""
     step = traced_step(7, measured(1000.0), SIMULATED, 0.0)
     limit = 3.5 * bytes_of_step(SIMULATED)
     file = TraceFile(tmp_path / NAME, limit)

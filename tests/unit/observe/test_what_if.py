@@ -1,4 +1,5 @@
-"""Prospects of our schedules, computed from steps of Megatron's own with known costs."""
+"""Tests of the predicted step times of our schedules, computed from traced steps of Megatron's own
+schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def seen(
     hop: float = 0.0,
     executor: StockExecutor = STOCK_EXECUTOR,
 ) -> TracedStep:
-    """A step as simulated: of a full rank F takes 1 s and B 2 s, of which W is said to be 0.4."""
+    """Return a simulated step as a trace of Megatron's own: on a rank F takes 1 s and B 2 s, with W
+    as 0.4 of B."""
     resolved = choose(spec)
     placement = resolved.place(ranks)
     costs = uniform(placement, 1.0, 1.2, 0.8, comm=hop)
@@ -71,8 +73,8 @@ def test_costs_are_those_that_the_step_shows() -> None:
 
 
 def test_a_step_of_1f1b() -> None:
-    """A step of 1F1B is predicted by the textbook: with 4 ranks and 8 microbatches 11 times F + B
-    in Megatron's order."""
+    """From a traced step of 1F1B, other schedules are predicted. The step itself is the textbook's:
+    4 ranks and 8 microbatches take 11 times F + B in Megatron's order."""
     told = what_if(costs_of(seen("1f1b", 4, 8)))
     assert told.stock.step == pytest.approx(33.0) == told.stock.high
     assert told.stock.of_stock == pytest.approx((1.0, 1.0))
@@ -80,7 +82,7 @@ def test_a_step_of_1f1b() -> None:
     assert all(p.peak <= 4 for p in told.within)
     assert all(p.peak > 4 and p.step < 33.0 for p in told.with_more)
     assert list(told.within) == sorted(told.within, key=lambda p: (p.step, p.peak))
-    for spec in ("zb-h1", "zb-v"):  # the V's stages are half as long
+    for spec in ("zb-h1", "zb-v"):  # stages of the V are half as long
         steps = [simulated(spec, 2.0 * share) for share in (0.3, 0.4, 0.5)]
         assert step_of(told, spec) == (min(steps), steps[1], max(steps))
     names = {p.schedule for p in (*told.within, *told.with_more)}
@@ -96,8 +98,9 @@ def test_a_step_of_1f1b() -> None:
 def test_megatrons_own_step_waits_as_it_did(
     spec: str, executor: StockExecutor, tmp_path: Path
 ) -> None:
-    """Megatron's own step was predicted as our executor would run it, and so shorter than it had
-    been measured. Gains of ours were compared with a step that Megatron does not have."""
+    """The prediction of Megatron's own step includes its waits for messages. The step was predicted
+    as our executor would run it, shorter than measured, and our gains were compared with a step
+    that Megatron does not have."""
     step = seen(spec, 4, 8, hop=0.1, executor=executor)
     TraceFile(tmp_path / "trace.json").add(step)
     told = what_if(costs_of(read_trace(tmp_path)[0]), seconds=0.0)
@@ -108,20 +111,22 @@ def test_megatrons_own_step_waits_as_it_did(
 
 
 def test_a_step_of_two_chunks_a_rank() -> None:
-    """A step of two chunks a rank is predicted. The group size follows from the rows; lines would
-    have both chunks of a rank in one stage."""
+    """From a traced interleaved step with two chunks a rank, other schedules are predicted. The
+    group size follows from the order of passes. A linear schedule would have both chunks of a rank
+    in one stage."""
     told = what_if(costs_of(seen("interleaved:vpp=2,group=3", 2, 6)))
     assert told.stock.schedule == "interleaved" and told.stock.vpp == 2
     tried = {p.schedule: p for p in (*told.within, *told.with_more)}
     assert tried["interleaved-zb:vpp=2"].step < told.stock.step
     assert tried["zb-h1"].vpp == 1 and tried["zb-v"].vpp == 2
     assert tried["zb-h1"].peak == 2
-    assert tried["interleaved:vpp=2"].step == pytest.approx(told.stock.step)  # smaller groups
+    # this schedule has smaller groups
+    assert tried["interleaved:vpp=2"].step == pytest.approx(told.stock.step)
     assert tried["interleaved:vpp=2"].peak < told.stock.peak
 
 
 def test_searches_are_told_of_without_their_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(best, "search", None)  # would fail if called
+    monkeypatch.setattr(best, "search", None)  # a search would fail
     told = what_if(costs_of(seen("interleaved:vpp=2", 2, 6)))
     assert {"v-auto", "wave-auto", "loop-auto:vpp=2"} <= {
         prospect.schedule for prospect in (*told.within, *told.with_more)

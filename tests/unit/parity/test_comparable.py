@@ -1,4 +1,4 @@
-"""Conditions under which `megatron-ext parity` compares two runs at all."""
+"""Tests of the conditions under which `megatron-ext parity` compares two runs at all."""
 
 from __future__ import annotations
 

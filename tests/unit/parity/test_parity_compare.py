@@ -1,4 +1,5 @@
-"""Recordings compared: what counts as a difference, and which comes first."""
+"""Tests of comparing recordings (`megatron-ext parity`): which differences count, and which comes
+first."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def compared(folder: Path, a: Course, b: Course, again: Course | None = None) ->
 
 
 def nudged(by: float) -> dict[int, dict[Piece, np.ndarray]]:
-    """Rank 1's tensor, one of its elements changed a little."""
+    """Return rank 1's tensor with one element changed by ``by``."""
     return {1: tensor("layers.weight", [5, 6, 7, 8 + by], (1,))}
 
 
@@ -59,8 +60,8 @@ def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Pa
 
 
 def test_other_weights_at_the_start(tmp_path: Path) -> None:
-    """A V and stock that start from one seed have other weights at the start, and the comparison
-    says so."""
+    """`parity` says that two runs start from other weights, as a V and stock do from the same
+    seed."""
     found = compared(tmp_path, A, A.but(changed=nudged(1.0), changed_from=0), A)
     assert found.first == First(0, "layers.weight[1]", (1,), 0, 3)
     assert any("start from other weights" in line for line in comparison_text.verdict_text(found))
@@ -73,8 +74,8 @@ def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path:
 
 
 def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
-    """A difference within the floor does not count. As on a GPU, A differs from a second run of A,
-    and B differs by as much."""
+    """A difference does not count if a second run of the same command differs as much (the floor),
+    as on a GPU."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
@@ -89,8 +90,9 @@ def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Path) -> None:
-    """A difference that another order of sums gives is within a second floor. A repeats itself to
-    the last bit, so every bit by which slices differ counted as a difference."""
+    """A difference does not count if stock with another order of sums differs as much (a second
+    floor). Run A repeats itself to the last bit, so every bit by which slices of a sequence differ
+    counted as a difference."""
 
     def recorded(name: str, by: float) -> RunRecording:
         return read_recording(write(tmp_path / name, A.but(changed=nudged(by), changed_from=1)))
@@ -106,13 +108,13 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
     assert found.verdict is ParityVerdict.DIFFER and found.beyond == [SECOND]
     (row,) = comparison_text.tensor_rows(found)
     assert float(row["relative"]) > 100 * float(row["of A reordered"]) > 0
-    # Another tensor on one side alone is no matter of an order.
+    # A difference in another tensor on one side only is not explained by an order of sums.
     assert compare_runs(a, b_run, a).verdict is ParityVerdict.DIFFER
 
 
 def test_ulps_around_zero_are_left_out(tmp_path: Path) -> None:
-    """Ulps around zero are ignored. A bias of 1e-9 in one run and -1e-9 in the other counted as
-    "1736292493 ulps"."""
+    """Differences of numbers around zero are not printed in ulps. A bias of 1e-9 in one run and of
+    -1e-9 in the other was printed as "1736292493 ulps"."""
     a, b = (
         A.but(changed={1: tensor("layers.weight", [5, 6, 7, last], (1,))}, changed_from=1)
         for last in (1e-9, -1e-9)
@@ -165,9 +167,9 @@ def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
 def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
     clip_grad: float, from_iteration: int, tmp_path: Path
 ) -> None:
-    """The first difference is a wrong weight, not a norm that is one ulp away. A norm is a sum over
-    ranks and 1 ulp away in any V: it was named first, and with it --clip-grad where nothing was
-    clipped."""
+    """The first difference that `parity` names is a wrong weight, not a norm that differs by one
+    ulp. A norm is a sum over ranks, so it is one ulp away in any V. It was named first, and with it
+    --clip-grad, although nothing was clipped."""
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     a = A.but(arguments={"clip_grad": clip_grad})
     wrong = nudged(1e-3)
@@ -182,8 +184,8 @@ def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
 
 
 def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> None:
-    """A tensor is put together from tensor-parallel shards that are split further over
-    data-parallel ranks."""
+    """`parity` joins a tensor from tensor-parallel shards that are split further over data-parallel
+    ranks."""
     full_tensor = np.arange(24, dtype=np.float32).reshape(4, 6)
 
     def part(columns: slice, start: int, stop: int) -> dict[Piece, np.ndarray]:
@@ -202,8 +204,8 @@ def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> No
 
 
 def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
-    """Copies of a tensor that differ are named: those of data-parallel ranks, or of both ends of a
-    tied embedding."""
+    """`parity` names a tensor whose copies differ within a run: copies on data-parallel ranks, or
+    the two copies of a tied embedding."""
 
     def with_copy(values: list[float]) -> Course:
         copy = {
@@ -252,8 +254,8 @@ def test_other_models_and_data_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_hybrid_model_may_end_elsewhere(tmp_path: Path) -> None:
-    """Stages of a hybrid model may end elsewhere: under a V its pattern has twice as many
-    segments."""
+    """Two runs of a hybrid model can be compared although their stages end at other layers: on a V
+    its pattern has twice as many segments."""
     a, b, other = (
         A.but(arguments={"hybrid_layer_pattern": p}) for p in ("*-|*-", "*|-|*|-", "*-*E")
     )

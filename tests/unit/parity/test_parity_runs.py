@@ -1,4 +1,5 @@
-"""The commands of `megatron-ext parity` run one after the other, with a stand-in for what runs."""
+"""Tests of the runs that `megatron-ext parity` starts one after the other, with a stand-in for the
+trainings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
 
 
 class Machine:
-    """Runs no command: notes its words, and leaves what a run would."""
+    """Stand-in for running commands: it records their words, and writes the files that a run would
+    write."""
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
@@ -82,8 +84,8 @@ def test_a_command_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
 def test_slices_are_looked_at_before_anything_runs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parity refuses some commands with slices before it runs anything: with dropout such a command
-    cannot be compared with stock."""
+    """`parity` refuses commands with slices that cannot be compared before it runs anything. With
+    dropout, slices draw other numbers than stock."""
 
     def refuse(a: RunCommand, b: RunCommand) -> None:
         assert "--pipeline-slices" not in a.arguments and "--pipeline-slices" in b.arguments
@@ -96,8 +98,8 @@ def test_slices_are_looked_at_before_anything_runs(
 
 
 def test_a_command_that_megatron_rejects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that Megatron rejects is named by its letter. The message began with `line A`, and
-    no line was meant."""
+    """`parity` names a command that Megatron rejects as command A or B. The message began with
+    "line A", but there was no line."""
 
     def parse(arguments: Sequence[str]) -> None:
         raise ValueError("--num-layers: no number")

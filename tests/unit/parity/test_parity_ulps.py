@@ -1,4 +1,4 @@
-"""How far tensors are apart, in units in the last place."""
+"""Tests of the distance between tensors in units in the last place (ulps)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def bits(values: list[float], dtype: str) -> np.ndarray:
 
 
 def following(value: float, steps: int, dtype: str) -> float:
-    """The number so many steps away from zero."""
+    """Return the number that is ``steps`` representable numbers farther from zero than
+    ``value``."""
     up = bits([value], dtype) + np.array(steps, bits([value], dtype).dtype)
     return float(as_numbers(up, dtype)[0])
 
@@ -35,8 +36,8 @@ def test_steps_to_the_next_numbers(dtype: str, value: float) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_across_zero(dtype: str) -> None:
-    """Distances in ulps are right across zero: +0 and -0 are no step apart, and the smallest
-    numbers of either sign two."""
+    """Distances in ulps are right across zero: +0 and -0 are 0 steps apart, and the smallest
+    numbers of the two signs are 2 steps apart."""
     zeros = bits_difference(bits([0.0], dtype), bits([-0.0], dtype), dtype)
     assert (zeros.differ, zeros.ulps) == (1, 0)
     smallest = following(0.0, 1, dtype)

@@ -1,4 +1,5 @@
-"""Launch commands rewritten for parity: each rank records, whatever starts it."""
+"""Tests of launch commands that are rewritten for parity, so that each rank records, whatever
+starts it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Megatron's recompute, chosen together with schedule and layout.
+"""Tests of plans that choose Megatron's recompute together with schedule and layout.
 
-A user's launch with full recompute was planned with full recompute only. A launch without it was
+A launch with full recompute was planned with full recompute only, and a launch without it was
 planned without any, even if its fullest rank had no memory for a shorter schedule. Recomputing a
 few norms frees enough memory for a much shorter step.
 """
@@ -49,7 +49,7 @@ def selective(*modules: str) -> LayerRecompute:
 
 
 def test_what_a_dense_model_could_run_again() -> None:
-    """Recompute options of a dense model omit modules that free nothing: norms are fused with
+    """The recompute options of a dense model omit modules that free no memory: norms are fused with
     Transformer Engine's matrices, and its attention stores no matrix."""
     assert recompute_options(DENSE, RUN, RATES) == [NONE, selective("mlp"), FULL]
 
@@ -61,8 +61,8 @@ def test_local_layers_have_more_to_give() -> None:
 
 
 def test_experts_and_latent_attention() -> None:
-    """Recompute options of experts and multi-latent attention have one more module each, the
-    cheapest first; the whole of the experts replaces its parts."""
+    """The recompute options of a model with experts and multi-latent attention add one module at a
+    time, the cheapest first. Recompute of the whole experts replaces recompute of their parts."""
     options = recompute_options(EXPERTS, RUN, RATES)
     modules = [option.modules for option in options]
     assert options[0] == NONE and options[-1] == FULL
@@ -91,7 +91,7 @@ def test_the_launchs_own_comes_first_and_once() -> None:
 
 def test_what_is_refused_is_not_offered() -> None:
     """Recompute options that Megatron refuses are not offered: with
-    ``--overlap-moe-expert-parallel-comm`` it refuses full recompute and ``moe``."""
+    ``--overlap-moe-expert-parallel-comm``, full recompute and ``moe``."""
 
     def permits(option: LayerRecompute) -> bool:
         return option != FULL and "moe" not in option.modules
@@ -146,7 +146,7 @@ def even(stages: int) -> Layout:
 
 @functools.cache
 def fullest(own: LayerRecompute) -> float:
-    """Bytes of a launch that has so much recomputed."""
+    """Return the bytes of the fullest rank of a launch with the recompute ``own``."""
     return compared(own, None).baseline.fullest
 
 
@@ -154,13 +154,13 @@ def test_without_a_bound_nothing_is_run_again() -> None:
     made = compared(FULL, None)
     assert made.baseline.recompute == FULL
     assert all(result.recompute == NONE for result in made.others.values())
-    assert made.gain(made.chunks) > 0.2  # a forward pass of four
+    assert made.gain(made.chunks) > 0.2  # recompute costs one forward pass of four
     assert all(result.recompute == NONE for result in compared(NONE, None).others.values())
 
 
 def test_as_much_is_run_again_as_makes_it_fit() -> None:
-    """The plan recomputes only as much as makes the launch fit. The limit lies between the memory
-    of full recompute and that without recompute, and recompute of the MLPs is enough."""
+    """A plan recomputes only as much as the memory requires. The limit lies between the memory of
+    full recompute and that without recompute, and recompute of the MLPs is enough."""
     made = compared(FULL, 0.4 * fullest(FULL) + 0.6 * fullest(NONE))
     best = made.stock
     assert best.recompute == selective("mlp") and made.gain(best) > 0.05

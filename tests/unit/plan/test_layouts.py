@@ -1,7 +1,8 @@
-"""Layouts of layers on stages: their text forms, their balance, and the time of a step.
+"""Tests of layouts of layers on stages: their text forms, their balance, and the time of a step.
 
-A published recipe of Llama-3 has ``Et*2|(t*2|)*34,t*3|..`` written by hand, "because first and last
-stages carry more work". Nothing computed such a layout, and nothing said what it was worth.
+A published recipe of Llama-3 has the layout ``Et*2|(t*2|)*34,t*3|..``, written by hand "because
+first and last stages carry more work". Nothing computed such a layout, and nothing said what it
+gains.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def work(model: Model = GPT.model, **changes: Any) -> Work:
 
 @pytest.mark.parametrize(("span", "far"), [(128, {3, 4}), (64, set()), (0, set(range(7)))])
 def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) -> None:
-    """Messages take the link between their ranks. All messages of a pipeline over two domains of 72
-    GPUs counted as messages over the network, though five of seven neighbours share a domain; in
-    the plan of a launch command they did not."""
+    """A message takes the speed of the link between its two ranks. In a pipeline over two NVLink
+    domains of 72 GPUs, all messages counted as messages over the network, although five of seven
+    neighbours share a domain. The plan of a launch command counted them correctly."""
     rates = GPUS["gb200"].rates()
     execution = replace(GPT.execution(), pipeline_span=span)
     trained = TrainedModel(GPT.model, execution, TrainingState(), rates)
@@ -84,7 +85,8 @@ def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) ->
 
 
 def even(stages: int) -> Layout:
-    """Megatron's own rule."""
+    """Return equally many layers on each stage, as Megatron does, or raise if that is
+    impossible."""
     layers = len(GPT.model.layers)
     if layers % stages:
         raise ValueError(f"{layers} layers do not divide over {stages} stages")
@@ -147,8 +149,8 @@ def test_no_layout_has_a_faster_slowest_stage(
 
 
 def test_ranks_of_several_chunks_are_balanced() -> None:
-    """Chunks of a rank are balanced together: the rank with the output layer also has a layer fewer
-    in its first chunk."""
+    """The chunks of a rank are balanced together: the rank with the output layer also has one layer
+    fewer in its first chunk."""
     figures = StageFigures(work())
     placement = loop(4, vpp=2)
     found = with_even_ranks(evenly(16, 8), placement, 64, figures)
@@ -167,9 +169,8 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
 def test_an_order_is_timed_as_it_is_simulated(
     model: Model, spec: str, speeds: tuple[float, ...]
 ) -> None:
-    """A layout's order is timed as it is simulated. Layouts are chosen by the step and the memory
-    that `evaluate` computes, with the output layer's weight gradient in I. If it waits for W, the
-    step is no longer."""
+    """The quick estimate of a layout's step equals the simulation with the output layer's weight
+    gradient in I. If that gradient is in W, the step is no longer than the estimate."""
     training = replace(work(model), speeds=speeds)
     placement = choose(spec).place(4)
     layout = evenly(len(model.layers), placement.stages)
@@ -192,8 +193,8 @@ def test_an_order_is_timed_as_it_is_simulated(
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
 def test_each_link_takes_its_own_time(spec: str) -> None:
-    """Each link takes its own time. A message takes longer between nodes than within one, and all
-    messages were counted with the mean."""
+    """The estimate of a layout uses the time of each link. Messages take longer between nodes than
+    within one, and all were counted with the mean."""
     training = work()
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
@@ -218,8 +219,8 @@ def made_better(training: Work, room: float | None = None) -> Layout:
 
 
 def test_a_layer_goes_where_a_step_gains() -> None:
-    """A layer moves to where the step gets shorter. The embedding is cheap and the output layer
-    expensive, so the last stage loses layers."""
+    """A layer is moved to where the step becomes shorter. The embedding is cheap and the output
+    layer expensive, so the last stage loses layers."""
     training = work()
     better = made_better(training)
     assert better.layers[-1] < 4
@@ -231,8 +232,8 @@ def test_a_layer_goes_where_a_step_gains() -> None:
 
 
 def test_what_does_not_fit_is_moved_until_it_does() -> None:
-    """Layers move until the layout fits. The fullest rank of 1F1B is the first one, which stores
-    the most microbatches."""
+    """Layers are moved until a layout fits into memory. Under 1F1B the first rank is the fullest,
+    because it stores the most microbatches."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
     room = 0.9 * whole.fullest
@@ -244,8 +245,8 @@ def test_what_does_not_fit_is_moved_until_it_does() -> None:
 
 
 def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
-    """A layout that takes more memory than estimated is made to fit. By the estimate it fits, and
-    simulated it takes half a message too much."""
+    """If the simulated memory of a layout exceeds the limit although its estimate does not, layers
+    are moved until it fits. Here it exceeds the limit by half a message."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
     message = training.variant("1f1b", evenly(16, 4)).problem.costs.links.message_bytes
@@ -260,8 +261,8 @@ def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
 
 
 def test_a_short_step_tells_of_a_long_one() -> None:
-    """A step of four microbatches a rank is simulated; the time of the others follows from the
-    slowest rank, and is exact to 1 %."""
+    """The time of a long step is extrapolated from a simulated step of four microbatches a rank, by
+    the slowest rank, and is right to 1 %."""
     training = work(microbatches=130)
     figures = StageFigures(training)
     layout = Layout((5, 5, 4, 2))
@@ -298,9 +299,9 @@ def test_four_results() -> None:
 def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A comparison that reaches its time limit returns the best layout so far. All results were
-    lost."""
-    expected = four_results()  # made before anything ends
+    """A comparison of layouts that reaches its time limit returns the best layout so far. All
+    results were lost."""
+    expected = four_results()  # computed before the time limit is patched
     whole = getattr(Candidates, ended)
 
     def end(*arguments: Any) -> None:
@@ -317,8 +318,8 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
 
 
 def test_nothing_is_slower_than_the_launch_itself() -> None:
-    """No recommended layout is slower than the launch's own. That layout may be better than any
-    that Megatron makes, and the descent starts from it."""
+    """No recommended layout is slower than the launch's own, which may be better than any even
+    layout. The search starts from it."""
     best = four_results().stock
     again = compared(work(**SMALL), (best.schedule, best.layout))
     assert again.baseline.seconds == pytest.approx(best.seconds)
@@ -327,7 +328,8 @@ def test_nothing_is_slower_than_the_launch_itself() -> None:
 
 
 def test_all_are_within_the_bound() -> None:
-    """The bound is the larger of the free memory and the memory of the launch as it is."""
+    """Recommended layouts take no more memory than the larger of the free memory and the launch's
+    own memory."""
     training, fullest = work(**SMALL), four_results().baseline.fullest
     made = compared(training, allowed_bytes=0.5 * fullest)
     assert made.bound == fullest
@@ -346,8 +348,9 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
 
 
 def test_searches_are_tried_on_the_launchs_own_layout() -> None:
-    """Searches were tried on the best layouts only. loop-auto on the launch's own layout was
-    shorter than the printed best of any schedule with any layout."""
+    """Searching schedules are tried on the launch's own layout too. They were tried on the best
+    layouts only, and loop-auto on the launch's own layout was shorter than the printed best of any
+    schedule with any layout."""
     training = work(**SMALL)
     own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
     best = evaluate(training, "1f1b", evenly(16, 2))
@@ -373,7 +376,8 @@ def test_nothing_on_the_launchs_own_layout_is_better(chunks: int) -> None:
 def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On 16 ranks with 128 microbatches each search took half a minute and gained nothing."""
+    """No search is started for a long step if it could gain only little. On 16 ranks with 128
+    microbatches each search took half a minute and gained nothing."""
     monkeypatch.setattr(search, "searched", lambda *given: pytest.fail("it is searched for"))
     monkeypatch.setattr(of_work, "LONG_STEP", 0)
     training, layout = work(**SMALL), evenly(16, 4)
@@ -384,8 +388,9 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
 
 
 def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
-    """A divided vocabulary was tried with the best schedules only. If those were loops, whose
-    vocabulary cannot be divided, the plan never considered a V with a divided vocabulary."""
+    """A split vocabulary is tried with the best schedule that can have it. It was tried with the
+    best schedules only: if those were loops, whose vocabulary cannot be split, a V with a split
+    vocabulary was never considered."""
     training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
     candidates = Candidates([training], None, even, permit_all, False, Task(""))
     made = candidates.by_layout([["zb-v"], ["interleaved-zb:vpp=2"]], [])
@@ -397,14 +402,15 @@ def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
 
 
 def test_reductions_are_those_of_each_ones_group() -> None:
-    """Reductions run in the groups of each parameter. Experts' gradients were counted as reduced
-    among all 32 data-parallel ranks, not among the four with the same experts."""
+    """The time of gradient reductions uses the group of each parameter. Experts' gradients were
+    counted as reduced among all 32 data-parallel ranks, not among the four with the same
+    experts."""
     model = ModelBytes(3e9, 6e9, 2e9, expert_weights=2e9, expert_gradients=4e9)
     state = TrainingState(distributed=True, data_parallel=32, expert_data_parallel=4)
     execution = replace(GPT.execution(), expert_parallel=8)
     rates = GPUS["h100"].rates()
     dense = 31 / 32 / (8 * rates.network)  # eight rings, one for each GPU of a node
-    experts = 3 / 4 / rates.network  # on four nodes
+    experts = 3 / 4 / rates.network  # a ring over four nodes
     moved = 2 * 6e9 + 2 * 2e9 + 3e9
     assert seconds_outside_passes(model, state, execution, rates) == pytest.approx(
         moved / rates.memory + (2e9 + 1e9) * dense + (4e9 + 2e9) * experts
@@ -435,14 +441,14 @@ def test_what_experts_have_of_a_model() -> None:
     training = work(model, execution=execution, ranks=2)
     dense, routed = training.bytes_of(Layout((1, 1)).of(model), line(2), VocabularyParallel.NONE)
     assert dense.expert_weights == dense.expert_gradients == 0
-    elements = 2 * 2 * 512 * 1024  # two experts, two matrices each
+    elements = 2 * 2 * 512 * 1024  # two experts of two matrices each
     assert (routed.expert_weights, routed.expert_gradients) == (2 * elements, 4 * elements)
     assert routed.weights > routed.expert_weights
 
 
 def test_a_mixed_model() -> None:
-    """The layers of a mixed model take different times, so stages with equally many layers do
-    too."""
+    """Layouts of a model with mixed layer types are compared: stages with equally many layers take
+    different times."""
     layers = len(MIXED.layers)
     made = compare_layouts(
         [work(MIXED, **SMALL)],

@@ -1,4 +1,5 @@
-"""Long sequences: what slices take, and what they are compared with."""
+"""Tests of long sequences: the time of slices of a sequence, and their comparison with
+alternatives."""
 
 from __future__ import annotations
 
@@ -64,18 +65,19 @@ def costs_of(
     run: Execution | None = None,
     **sizes: Any,
 ) -> Costs:
-    """Return the costs of ``layers``, one a stage, without a vocabulary."""
+    """Return the costs of ``layers``, one on each stage, without a vocabulary."""
     model = Model(tuple(layers), WIDTH, 16, 16, 128, 4 * WIDTH, 0, **sizes)
     stages = stages_of(model, [1] * len(layers))
     return estimate(model, stages, run or Execution(tokens), rates, slices)
 
 
-# ---- What slices take
+# ---- the time of slices
 
 
 def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
-    """Attention in a window was counted as if it grew with the square. Of four slices of such
-    layers the last one was by far the shortest, and took the least time."""
+    """Attention in a sliding window does not count as work that grows with the square of the
+    sequence. It did: of four slices of such layers the last was by far the shortest, and took the
+    least time."""
     full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
     assert full > 0.2 and window < 0.001
 
@@ -85,15 +87,15 @@ def test_a_window_as_long_as_half_of_the_sequence_counts_in_part() -> None:
     assert squared_share(10**6, 10) < 1e-4
     for window in range(1, 100):
         share = squared_share(100, window)
-        for end in range(1, 101):  # what of all attention comes before
+        for end in range(1, 101):  # share of all attention before the end
             exact = end * attended_tokens(end, window) / (100 * attended_tokens(100, window))
             told = (1 - share) * end / 100 + share * (end / 100) ** 2
             assert abs(told - exact) < 0.055, (window, end)
 
 
 def test_states_do_not_grow_with_the_square() -> None:
-    """Recurrent layers do not grow with the square of the sequence. They run at attention's rate,
-    and were taken for attention."""
+    """Recurrent layers (linear attention) do not count as work that grows with the square of the
+    sequence. They run at attention's rate, and were taken for attention."""
     linear: dict[str, Any] = {
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
@@ -108,8 +110,8 @@ def test_states_do_not_grow_with_the_square() -> None:
 
 @pytest.mark.parametrize("layers", [("*-", "w-", "w-", "w-"), ("*-", "G-", "G-", "*-")])
 def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> None:
-    """Balanced slices of mixed layer types take equal time, summed over all stages. Lengths come
-    from the counts of operations, from the beginning of a sequence on."""
+    """Balanced slices of a model with mixed layer types take equal time, summed over all stages.
+    The lengths follow from counts of operations."""
     sizes: dict[str, Any] = {
         "window_size": 4095,
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
@@ -131,8 +133,8 @@ def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
 def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
-    """Balanced lengths use the mean share of attention of all stages. Even if the stages' shares
-    differ, no other share makes a step more than 0.5 % shorter."""
+    """Balanced slice lengths use the mean share of attention over all stages. Even if stages
+    differ, no other share gives a step that is more than 0.5 % shorter."""
     placement = choose(spec).place(4)
     shares = "/".join(["0.5", "0.05"] * (placement.stages // 2))
     costs = parse_costs(f"f=10,i=12,w=8,comm=0.2,attention={shares}", placement)
@@ -148,8 +150,8 @@ def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
 
 
 def test_each_slice_is_launched() -> None:
-    """Each slice is launched by the host, which is all that a slice adds on a machine whose rates
-    depend on no shape."""
+    """Each slice takes the host's time to launch it. Nothing else is added on a machine whose speed
+    does not depend on shapes."""
     rates = replace(H100, sms=0, kernel=0.0, memory=float("inf"))
     costs = costs_of(("*-", "*-"), rates=rates, slices=2)
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
@@ -168,13 +170,14 @@ def test_given_costs_have_what_each_slice_takes() -> None:
     assert [given.of(Action(0, I, part)) for part in parts] == [6, 6]
     with pytest.raises(ValueError, match="fixed_i is the time of a slice"):
         parse_costs("f=8,i=12,w=4,fixed_i=1/1/1", line(2))
-    of_v = parse_costs("f=8,i=12,w=4,fixed_i=2", choose("zb-v").place(2))  # of a rank, as i is
+    # as i, the fixed time is that of a rank
+    of_v = parse_costs("f=8,i=12,w=4,fixed_i=2", choose("zb-v").place(2))
     assert of_v.seconds[I] == (6,) * 4 and of_v.slices.fixed == {I: (1,) * 4}
 
 
 def test_no_slice_adds_more_than_its_pass_takes() -> None:
-    """No slice adds more than its pass takes. A lower bound added fixed times of five to passes
-    that take one, and was longer than the step."""
+    """The lower bound of a step counts no more fixed time for a slice than its pass takes. With
+    fixed times of five in passes of one, the bound was longer than the step."""
     costs = parse_costs("f=1,i=1,w=1,attention=0.9,fixed_f=5", line(2))
     problem = Problem(line(2), 2, costs, options=ScheduleOptions(slices=Slices(4)))
     made = simulate(build_program(choose("zb-h1"), problem), costs)
@@ -187,10 +190,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 32, "moe_router_topk": 2, "moe_ffn_hid
 @pytest.mark.parametrize("slices", [2, 8])
 @pytest.mark.parametrize("layer", ["*-", "*E"])
 def test_a_mean_slice_takes_what_the_estimate_says_of_its_rows(layer: str, slices: int) -> None:
-    """A mean slice takes what the estimate says of its number of rows. Slices were priced at their
-    share of a sequence: `plan` promised a gain of 1.54 for slices of 4,096 tokens of a 235B model,
-    while products of as many rows give 1.32. Even slices of layers without attention take as long
-    as short sequences."""
+    """The mean slice takes as long as the estimate for a sequence of its length. Slices were priced
+    at their share of a whole sequence: `plan` promised a gain of 1.54 for slices of 4,096 tokens of
+    a 235B model, while products with as many rows give 1.32."""
     linear = layer.replace("*", "")
     costs = costs_of((linear, linear), slices=slices, **EXPERTS)
     short = costs_of((linear, linear), TOKENS // slices, **EXPERTS)
@@ -202,15 +204,15 @@ def test_a_mean_slice_takes_what_the_estimate_says_of_its_rows(layer: str, slice
     whole = costs_of((layer, layer), **EXPERTS)
     assert with_attention.seconds == whole.seconds and not whole.slices.fixed
     assert with_attention.slices.attention == whole.slices.attention
-    for kind in (F, I, W):  # attention adds little that each slice takes
+    for kind in (F, I, W):  # attention adds little fixed time to a slice
         more = with_attention.slices.fixed[kind][0] - costs.slices.fixed[kind][0]
         assert 0 <= more < 0.1 * whole.seconds[kind][0]
 
 
 def test_each_slice_adds_to_all_gradients_of_experts() -> None:
-    """Each slice adds to the gradients of all experts. W of 32 experts reads and writes their
-    gradients, 8 bytes for each weight, however few tokens a slice has. W of a dense layer has too
-    many rows for that to matter."""
+    """W of each slice takes the time to read and write the gradients of all experts, 8 bytes a
+    weight, however few tokens the slice has. W of a dense layer has so many rows that this does not
+    matter."""
     experts = costs_of(("E", "E"), 4096, slices=8, **EXPERTS)
     added = 8 * 32 * 2 * WIDTH * WIDTH / H100.memory
     assert experts.slices.fixed[W][0] == pytest.approx(added, rel=0.15)
@@ -224,7 +226,7 @@ def test_each_slice_has_the_latency_of_collectives() -> None:
         run = Execution(TOKENS, tensor_parallel=ranks)
         return costs_of(("-", "-"), slices=4, run=run).slices.fixed[F][0]
 
-    latency = ring_latency(2, 2, 8, 1)  # of a gather and of a reduction in F
+    latency = ring_latency(2, 2, 8, 1)  # latency of a gather and of a reduction in F
     assert fixed(8) > latency
     assert fixed(8) == pytest.approx(fixed(1) + latency, abs=0.5 * latency)
 
@@ -238,12 +240,13 @@ def test_frozen_weights_have_no_gradient_to_add_to() -> None:
 
 
 def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
-    """A slice's message has the latency of its link. It was counted without latency, with its share
-    of the bytes only."""
+    """A slice's message takes the latency of its link besides its share of the bytes. It was
+    counted without latency."""
     costs = costs_of(("*-",) * 4)
     near, far = LATENCIES
     rates = replace(H100, domain=2)
-    linked = with_links(costs, line(4), rates, 4, 1)  # ranks 0 and 1 are on a node, 2 and 3
+    # ranks 0 and 1 share a node, and so do 2 and 3
+    linked = with_links(costs, line(4), rates, 4, 1)
     part = Slice(0, 0, (0.25, 1.0))
     hops = [linked.of(Action(stage, Kind.SEND_F, part)) for stage in range(3)]
     size = costs.links.message_bytes
@@ -255,14 +258,16 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
             near + (of_near - near) / 4,
         ]
     )
-    assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far  # a whole message takes what it did
+    # the time of a whole message is unchanged
+    assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far
     alike = with_links(costs, line(4), H100, 4, 1)
     assert alike.links.latency == pytest.approx(near) and not alike.links.latencies
 
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
-    """Costs without a share of attention gave even slices where balanced ones were requested, and
-    no message said so. Now the share comes from the estimate, and the costs' origin says so."""
+    """If costs do not tell attention's share, it is taken from the estimate, and the origin of the
+    costs says so. Such costs gave even slices although balanced ones were requested, and no message
+    said so."""
     estimated = costs_of(("*-", "*-"), slices=4)
     given = parse_costs("f=1,i=1,w=1", line(2))
     told = given.with_slices_of(estimated)
@@ -278,8 +283,8 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
 
 
 def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
-    """With slices, a context-parallel rank stores all keys and values; with whole sequences only
-    its share."""
+    """With slices, each context-parallel rank stores the keys and values of the whole sequence;
+    with whole sequences only its share."""
     costs = costs_of(("*-", "*-"))
     gathered = costs.with_slices_shared_by(4)
     assert costs.held_bytes is not None and gathered.held_bytes is not None
@@ -290,9 +295,9 @@ def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
 
 
 def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
-    """The last of the context-parallel ranks attends to most tokens: to all before the slice, and
-    within the slice to its own quarter and those before: 3/4 of the slice's length more than on
-    average."""
+    """The time of slices under context parallelism is that of the last rank, which attends to the
+    most tokens: to all before the slice, and within the slice to its own quarter and those
+    before."""
     costs = parse_costs("f=1,i=2,w=0,attention=1", line(2))
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
     took = [costs.with_slices_shared_by(4).of(Action(0, F, part)) for part in parts]
@@ -300,7 +305,7 @@ def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
     assert [costs.of(Action(0, F, part)) for part in parts] == [0.25, 0.75]
 
 
-# ---- What they are compared with
+# ---- comparisons of slices with alternatives
 
 SPECS = ("1f1b", "zb-h1", "zb-v", "v-half")
 
@@ -326,7 +331,7 @@ def compared(training: Training, room: float | None = None) -> LongSequences:
 
 @pytest.fixture(scope="module")
 def free(training: Training) -> LongSequences:
-    """Without a bound to memory."""
+    """Return the comparison without a memory limit."""
     return compared(training)
 
 
@@ -354,8 +359,8 @@ def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
 def test_context_parallelism_has_as_many_microbatches_again(
     training: Training, free: LongSequences
 ) -> None:
-    """The alternative of context parallelism has half of the tokens on a rank and twice the
-    microbatches. It is shown for comparison, and never chosen."""
+    """The alternative with twice the context parallelism has half of the tokens on a rank and twice
+    the microbatches. It is shown for comparison, and never chosen."""
     made = free
     (divided,) = (way for way in made.alternatives if not way.is_here)
     assert divided.shortest is not None
@@ -373,9 +378,9 @@ def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSeq
 
 
 def test_of_slices_that_tie_the_leanest_are_taken(free: LongSequences) -> None:
-    """If numbers of slices tie, the one with the least memory is chosen. Two slices at 71.7
-    GiB were chosen for a gain of 0.3 % over four at 63.5 GiB, since only the shortest step of all
-    numbers of slices reached the verdict."""
+    """Among numbers of slices with equally long steps, the one with the least memory is chosen. Two
+    slices at 71.7 GiB were chosen over four at 63.5 GiB for a gain of 0.3 %, because only the
+    shortest step was compared further."""
     eligible = [one for way in free.alternatives if way.slices > 1 for one in way.candidates]
     shortest = min(stable_of(eligible), key=lambda one: one.step)
     tie = [one for one in stable_of(eligible) if one.step <= (1 + ALIKE) * shortest.step]
@@ -386,22 +391,22 @@ def test_of_slices_that_tie_the_leanest_are_taken(free: LongSequences) -> None:
 
 
 def test_the_price_decides_how_short_slices_are(training: Training) -> None:
-    """The price of a slice decides how short slices are. Slices of fewer than 4,096 tokens were
-    never chosen, and the time that a slice adds was not counted."""
+    """The time that each slice adds decides how short slices become. That time was not counted, and
+    instead slices of fewer than 4,096 tokens were never chosen."""
     assert training.trained is not None
     wide = parse_model("layers=4,hidden=8192,heads=64,sequence=4096,vocabulary=32000")
     trained = replace(training.trained, model=wide.model, execution=wide.execution())
     made = compared(replace(training, trained=trained))
     assert made.best is not None and made.best.report.slices > 1
     assert made.best.step < 0.98 * min(one.step for one in made.alternatives[0].candidates)
-    assert [way.slices for way in made.alternatives] == [1, 2, 4]  # eight can gain nothing
+    assert [way.slices for way in made.alternatives] == [1, 2, 4]  # eight slices can gain nothing
     for short in (with_sequence(training, 256), with_sequence(training, 1024)):
         assert long_sequences(short, make_plan(short.variant, specs=SPECS), None) is None
 
 
 def test_slices_that_save_little_are_shown_and_not_taken(free: LongSequences) -> None:
-    """Slices that gain little are shown and not recommended. A dense 70B was to train in slices for
-    0.2 % of a step, with other sums than stock's."""
+    """Slices of a sequence that gain little are shown and not recommended, because their sums
+    differ from stock's. They were recommended to a dense 70B model for 0.2 % of a step."""
     best = free.best
     assert best is not None
     for step, is_taken in ((1.02 * best.step, False), (1.04 * best.step, True)):
@@ -420,8 +425,8 @@ def test_slices_are_not_looked_at_where_ranks_are_hardly_idle(training: Training
 
 
 def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training) -> None:
-    """Slices are compared if they may replace recompute: ranks that recompute activations are not
-    idle, and slices store less."""
+    """Slices of a sequence are compared if they may replace recompute, because slices store less.
+    Ranks that recompute are not idle, so the bubble alone would not suggest slices."""
     busy = replace(training, microbatches=100)
     best = make_plan(busy.variant, specs=["zb-v"]).best
     assert best is not None
@@ -437,8 +442,8 @@ def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training)
 
 
 def test_slices_of_given_costs_are_shared_by_context_parallel_ranks(training: Training) -> None:
-    """Context-parallel ranks share slices whose costs are given. The estimate ignored that the last
-    of the ranks attends to more, so passes were too short."""
+    """Context parallelism changes the time of slices for given costs as for estimated ones. It was
+    ignored that the last rank attends to more tokens, so passes were too short."""
     assert training.trained is not None
     run = replace(training.trained.execution, context_parallel=2)
     cut = replace(
@@ -458,7 +463,7 @@ def test_slices_of_given_costs_are_shared_by_context_parallel_ranks(training: Tr
 def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
     cut = replace(training, options=ScheduleOptions(slices=Slices(4, Lengths.BALANCED)))
     words = [way.words for way in compared(cut).alternatives]
-    assert words == ["4 slices", "whole sequences", "2 slices"]  # eight can gain nothing
+    assert words == ["4 slices", "whole sequences", "2 slices"]  # eight slices can gain nothing
 
 
 def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
@@ -477,8 +482,8 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
 
 
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
-    """Finding out that a program is too long takes little time. Programs of very many passes are
-    not built; the reason says what to do."""
+    """Schedules with very many slices in a step are refused before they are built, with a reason
+    that says how many there are."""
     many = replace(training, microbatches=2000)
     (way,) = alternatives_with_slices(
         lambda cut: replace(many, options=ScheduleOptions(slices=cut)).variant,

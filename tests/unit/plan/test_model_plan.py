@@ -1,4 +1,5 @@
-"""A plan for a model that is told by its dimensions: memory, what fits, what is recommended."""
+"""Tests of plans for a model that is described by its dimensions: memory, schedules that fit, and
+the recommendation."""
 
 from __future__ import annotations
 
@@ -63,13 +64,13 @@ def training(
 
 
 def among(variant_of: VariantOf, *names: str) -> VariantOf:
-    """``variant_of`` for these families alone."""
+    """Return ``variant_of`` restricted to the families ``names``."""
     return lambda name, method: variant_of(name, method) if name in names else None
 
 
 @functools.cache
 def plan() -> Plan:
-    """Return a plan of all families, within 40 GiB."""
+    """Return a plan of all families within 40 GiB."""
     return make_plan(training(ranks=2, microbatches=4).variant, 40 * 2**30)
 
 
@@ -82,7 +83,7 @@ def best_of(made: Plan) -> Candidate:
     return made.best
 
 
-# ---- Memory of the model
+# ---- memory of the model
 
 
 def bytes_of(
@@ -98,8 +99,8 @@ def bytes_of(
 
 
 def test_bytes_of_a_rank() -> None:
-    """The bytes of a rank follow from its layers: 12 h^2 parameters and two norms a layer; 2 bytes
-    a weight, 4 a gradient, 12 of optimizer states."""
+    """The bytes of a rank follow from its layers: a layer of width h has 12 h^2 parameters and two
+    norms, with 2 bytes for a weight, 4 for its gradient and 12 for optimizer states."""
     gpt = Described(8, 64, 4, 128, 1000)
     first, middle, _, last = bytes_of(gpt, line(4), TrainingState())
     layers, table = 2 * (12 * 64**2 + 2 * 64), 1000 * 64
@@ -126,14 +127,14 @@ def test_a_divided_vocabulary_is_a_part_on_each_rank(tied: bool) -> None:
     assert ranks[3].weights == 2 * (2 * layer + part + 64)
 
 
-# ---- What fits
+# ---- schedules that fit
 
-OUTSIDE_GIB = 1.1  # of CUDA's context, NCCL's buffers and temporary tensors
+OUTSIDE_GIB = 1.1  # GiB of CUDA's context, NCCL's buffers and temporary tensors
 
 
 def test_what_does_not_fit_lets_activations_leave() -> None:
-    """If the memory is less than any schedule needs, candidates with offload remain. Schedules that
-    fit without offload do not use it. The rate of copies is set high enough for a small model."""
+    """If no schedule fits into memory as it is, the plan has candidates with offload or recompute.
+    A high speed of copies is set, so that offload pays for a small model."""
     variant = training(rates=replace(GPUS["h100"].rates(), host=400e9)).variant
     tight = 2.0 + OUTSIDE_GIB
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
@@ -155,7 +156,7 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
 
 
 def test_what_does_not_fit_is_made_again() -> None:
-    """If activations cannot be offloaded, the plan recomputes some, fewer than Megatron's full
+    """If nothing fits, the plan recomputes some activations, fewer than Megatron's full
     recompute."""
     families = "1f1b", "zb-h1", "zb-v"
     tight = (2.0 + OUTSIDE_GIB) * 2**30
@@ -169,7 +170,7 @@ def test_what_does_not_fit_is_made_again() -> None:
 
 
 def keeping(variant_of: VariantOf) -> VariantOf:
-    """Return ``variant_of`` with recompute forbidden in its variants."""
+    """Return ``variant_of`` whose variants forbid recompute."""
 
     def variant(name: str, method: VocabMethod) -> Variant | None:
         made = variant_of(name, method)
@@ -193,8 +194,8 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
-    """A schedule is made for the memory that the model leaves. v-auto stores p microbatches if
-    nothing says that there is more memory."""
+    """A plan builds a schedule for the memory that the model leaves free. Without that figure
+    v-auto would store p microbatches at most."""
     variant = training().variant("v-auto", VocabMethod.NAIVE)
     assert variant is not None
     with_room, without = (consider(variant, VocabMethod.NAIVE, room) for room in (40 * 2**30, None))
@@ -206,8 +207,9 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
 
 
 def test_one_limit_for_all_ranks_need_not_fit() -> None:
-    """One limit for all ranks need not fit: 1F1B's first rank stores most activations, and its last
-    rank most of the model."""
+    """A schedule may fit although the largest activations and the largest part of the model
+    together would not: 1F1B's first rank stores the most activations, and its last rank the most of
+    the model."""
     variant = training().variant("1f1b", VocabMethod.NAIVE)
     assert variant is not None
     fullest = consider(variant, VocabMethod.NAIVE)
@@ -227,17 +229,18 @@ def test_a_limit_in_bytes_is_written_and_read(amount: int) -> None:
 
 
 def test_a_limit_in_microbatches_is_written_and_read() -> None:
-    """A limit in microbatches is written so that it can be read back. A rank stores eight chunks of
-    a third of a microbatch each: the rounded 2.666 would be too small a limit."""
+    """A memory limit in microbatches is written so that it is large enough when it is read back. A
+    rank may store eight chunks of a third of a microbatch each; rounded to 2.666 the limit would be
+    too small."""
     assert [MemoryLimit(microbatches=x).written for x in (8, 2.5, 8 / 3)] == ["8", "2.5", "2.667"]
 
 
-# ---- What is recommended
+# ---- the recommendation
 
 
 def test_only_what_a_launch_can_run_is_recommended() -> None:
-    """Only schedules that a launch can run are recommended. A loop with a divided vocabulary was
-    shown with its step, the shortest of all, and every launch refused it."""
+    """A plan compares only schedules that a launch can run. A loop with a split vocabulary was
+    shown with the shortest step of all, and every launch refused it."""
     made = plan()
     methods = {(candidate.schedule, candidate.method) for candidate in made.candidates}
     assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
@@ -246,9 +249,8 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
 
 
 def test_stable_schedules_are_recommended_and_others_apart() -> None:
-    """Stable schedules are recommended, and experimental ones are named separately. A schedule that
-    hardly anyone has trained with was chosen for a small gain; it is chosen only if no other fits.
-    """
+    """A plan recommends stable schedules; an experimental one is recommended only if no other fits.
+    A schedule that hardly anyone had trained with was chosen for a small gain."""
     made = plan()
     shortest = min((c for c in made.candidates if c.maturity is Maturity.EXPERIMENTAL), key=step_of)
     others = [
@@ -291,8 +293,8 @@ def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
     ],
 )
 def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
-    """Redistributed layers are written as Megatron's flags, on two ranks, and on four stages of a
-    V."""
+    """Layers that are moved between stages are written as Megatron's flags, on two ranks and on the
+    four stages of a V."""
     gpt = Described(layers, 1024, 8, 2048, 65536)
     variant_of = training(gpt=gpt, ranks=2, microbatches=4).variant
 
@@ -309,8 +311,8 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
 def test_what_cannot_win_is_left_out(
     comm: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A V sends twice as many messages. If messages are slow, no V can win and none is searched
-    for."""
+    """A plan does not search for a V if messages are so slow that no V can win; a V sends twice as
+    many messages."""
     shorten_search(monkeypatch)
 
     def costs(placement: Placement) -> Costs:
@@ -338,8 +340,9 @@ LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
 
 
 def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of 128 microbatches on 16 ranks took minutes, most of them for schedules that could
-    not win. Now long steps are shortened first, and the best one is the same as without that."""
+    """Long steps are first compared by a shortened step, and the best schedule is the same as if
+    all were built whole. A plan of 128 microbatches on 16 ranks took minutes, most of them for
+    schedules that could not win."""
     variant_of, room = training(microbatches=32).variant, 24 * 2.0**30
     first = make_plan(variant_of, room, specs=LONG[:1])
     told = make_plan(
@@ -367,7 +370,8 @@ def alternatives(plan: Plan) -> list[Alternative]:
 
 
 def long_plan(*specs: str) -> Plan:
-    """Return a plan of long steps, told by their repeating parts, with the vocabulary as it is."""
+    """Return a plan of long steps, each estimated from its repeating part, with a whole
+    vocabulary."""
     variant_of = training(microbatches=48).variant
     plan = make_plan(
         lambda spec, method: variant_of(spec, method) if method is VocabMethod.NAIVE else None,
@@ -379,9 +383,9 @@ def long_plan(*specs: str) -> Plan:
 
 @pytest.mark.parametrize(("place", "factor"), [(-1, 0.9), (0, 1.019)])
 def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
-    """True figures correct the ranking. The repeating part of a step may tell too few seconds, or
-    too many, of a family that places W by costs: the family neither takes the first place by this,
-    nor loses it."""
+    """A plan builds whole steps before its verdict, and corrects the ranking by them. For a family
+    that places W by costs, the repeating part of a step may give too few or too many seconds; by
+    this the family neither wins nor loses the first place."""
     true = long_plan("1f1b", "zb-h1", "zb-v")
     best, wrong = true.candidates[0], true.candidates[place]
     told = replace(wrong, report=replace(wrong.report, step=factor * best.step))
@@ -401,8 +405,8 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
 
 
 def test_what_could_not_start_is_not_recommended() -> None:
-    """A command that could not start is not recommended. Megatron refused the model of a command
-    that was printed to be pasted."""
+    """A plan recommends no command that could not start. It printed a command whose model Megatron
+    refused."""
     plan = long_plan("1f1b", "zb-v")
     best, other = plan.candidates
     checked: list[str] = []
@@ -453,9 +457,9 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A schedule that is slower than a later one is not made to fit. A launch of 160 microbatches
-    on 8 ranks chose its schedule in 72 CPU seconds, most of them for schedules that were made to
-    fit before a faster one was compared that fits as it is."""
+    """A plan makes no schedule fit into memory that is slower than one that is compared later. A
+    launch of 160 microbatches on 8 ranks took 72 CPU seconds to choose, most of them for schedules
+    that were made to fit before a faster one was compared that fits as it is."""
     job = training(microbatches=96)
 
     def variant_of(name: str, method: VocabMethod) -> Variant | None:
@@ -484,9 +488,9 @@ def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
 def test_a_schedule_that_memory_slows_is_tried_with_offload(
     slowed: float, offloads: list[Offload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule that its memory limit slows is tried with offload. Offload was tried only if
-    nothing else fits. The plan of a command with offload, which gives it to all schedules, then
-    found one that was 2 % faster."""
+    """A schedule that its memory limit slows down is also tried with offload. Offload was tried
+    only if nothing else fits. The plan of a command with offload, which all its schedules then
+    have, found one that was 2 % faster."""
     tried: list[Offload] = []
 
     def noting(resolved: Any, problem: Problem, *given: Any, **options: Any) -> Any:
@@ -517,7 +521,7 @@ def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPat
     assert made == ["1f1b", "zb-v", "1f1b"]
 
 
-# ---- The published settings: costs of tables 5 and 6 of Qi et al. 2024 (arXiv:2401.10241)
+# ---- published settings: costs of tables 5 and 6 of Qi et al. 2024 (arXiv:2401.10241)
 
 PUBLISHED = {
     "1.5B": (8, 24, "f=18.522,i=18.086,w=9.337,comm=0.601"),
@@ -532,9 +536,9 @@ PUBLISHED = {
 def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best of all families is found on a published setting. Every family is simulated, except
-    those that do not fit and those that a bound rules out; on the smallest setting also without the
-    plan. By day searches have little effort."""
+    """A plan for a published setting finds the best of all families. Every family is simulated,
+    except those that do not fit or that a bound rules out; on the smallest setting also without the
+    plan. By day searches are short."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
@@ -564,7 +568,7 @@ def test_the_best_of_all_families_on_a_published_setting(
         assert simulate(program, problem.costs).makespan >= best.step, name
 
 
-# ---- As a user writes it
+# ---- the command, as a user writes it
 
 
 def command(*words: str, sizes: str = "", code: int = 0) -> str:
@@ -597,11 +601,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
     text = plan()
     assert " ".join(report["written"]["added"]) in text and "makespan" not in text
-    assert report["spread"] is None  # without a gain: 15 layers cannot be trained as they are
+    # no gain is given, because 15 layers cannot be trained on 2 ranks as they are
+    assert report["spread"] is None
     assert "memory under" in plan("--all")
-    # as for a launch command that names no GPU
+    # The command names no GPU, like many launch commands.
     assert "times are an H100's, and its memory is not compared" in command(sizes=TEXT)
-    # measured times in place of estimated ones, and the model's bytes
+    # Measured times replace the estimated ones; the model's bytes stay.
     costs = ("--costs", "f=10,i=12,w=8,output_layer=2/2/2")
     measured = taken(json.loads(command(*costs, "--json", sizes=TEXT)))
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
@@ -609,8 +614,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a model leaves memory for the allocator's reserve. Only a launch command's plan
-    did. On this GPU the first choice fits only if its allocator reserves nothing."""
+    """The plan of a model reserves memory for the GPU's allocator, which only a launch command's
+    plan did. On this GPU the first choice fits only if nothing is reserved."""
     only_families(monkeypatch, *FEW)
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--gpu", rates, "--json", sizes=TEXT))
@@ -627,8 +632,8 @@ def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch
 
 
 def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary tensors and CUDA's context were counted in a fixed share of the GPU that was left
-    free, however large they were."""
+    """The plan of a model estimates temporary tensors and CUDA's context. They were covered by a
+    fixed share of the GPU that was left free, however large they were."""
     only_families(monkeypatch, "1f1b")
     model, rates = TEXT.replace("layers=15", "layers=16"), "operations=400e12,bytes=40e9"
     sizes = f"{model},recompute=true,tp=1"
@@ -644,7 +649,8 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
     assert ranks[1]["temporary"] == 2 * logits
     assert ranks[0]["temporary"] == pytest.approx(whole_layer, rel=0.7)
     for rank in ranks:
-        assert rank["context"] == 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20  # of the pipeline
+        # NCCL's buffers for the pipeline's ring are part of it
+        assert rank["context"] == 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20
         assert rank["total"] == sum(bytes for name, bytes in rank.items() if name != "total")
     fullest = max(rank["total"] for rank in ranks)
     least = min(rank["total"] - rank["activations"] - rank["temporary"] for rank in ranks)
@@ -679,7 +685,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
             "hidden 1024 cannot be split evenly over 7 heads: give head-width",
         ),
         (f"{TEXT},kv-heads=3", "h100", "heads 8 are no multiple of kv-heads 3"),
-        (  # was planned with a third of a head
+        (  # this was planned with a third of a head
             f"{TEXT},tp=3",
             "h100",
             "tp=3: heads 8 cannot be split evenly over 3 tensor-parallel ranks",
@@ -706,8 +712,8 @@ def test_gpus() -> None:
 def test_a_plan_of_a_model_says_what_no_measurement_has_checked(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of a model says in words and as data what no measurement has checked. It does not
-    say so of a dense model in bf16."""
+    """The plan of a model says, in its text and as data, which parts of its estimate no measurement
+    has checked. It does not say so of a dense model in bf16."""
     only_families(monkeypatch, *FEW)
     words = [
         *["plan", "--gpu", "h100"],

@@ -1,4 +1,4 @@
-"""All families side by side; traces."""
+"""Tests of plans that compare all families, and of the trace files that commands write."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def plan(limit: float | None = None, specs: Callable[[], Iterable[str]] = all_sp
 @pytest.mark.parametrize("vocabulary", VocabularyParallel)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyParallel) -> None:
-    """No lower bound is above a real step. A bound was 9 % above the step of any order of 1f1b: I
-    and W take less time right after one another, as with tensor parallelism, and the vocabulary is
-    divided."""
+    """No lower bound exceeds the real step. A bound was 9 % above the step of any order of 1f1b.
+    Here I and W take less time right after one another, as with tensor parallelism, and the
+    vocabulary is split."""
     resolved = choose(name)
     placement = resolved.place(4)
     fused_backward_saving = (4 / placement.chunks,) * placement.stages
@@ -78,15 +78,16 @@ def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
 def test_a_limit_leaves_out_what_does_not_fit() -> None:
     reports = [candidate.report for candidate in plan(4, specs_with_few_chunks).candidates]
     (gpipe,) = (made for made in reports if made.schedule == "gpipe")
-    assert gpipe.recomputed and gpipe.peak <= 4  # it holds 8, unless some is made again
+    # it stores 8 microbatches unless some are recomputed
+    assert gpipe.recomputed and gpipe.peak <= 4
     assert gpipe.options.recompute.fit
     assert all(made.peak <= 4 for made in reports) and reports
 
 
 def test_layers_are_redistributed_as_megatron_does() -> None:
-    """Layers are redistributed as Megatron does. 7 layers and the output layer on 4 stages become
-    2, 2, 2, and 1 with the output layer. 6 layers with embedding and output layer become 1, 2, 2,
-    1."""
+    """Layers are moved between stages as Megatron does. 7 layers and the output layer on 4 stages
+    become 2, 2, 2, and 1 with the output layer; 6 layers with embedding and output layer become 1,
+    2, 2, 1."""
     costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
     seven = redistribute(costs, 7)
     assert seven.seconds[Kind.FORWARD] == (8 + 1, 8, 8, 4 + 5)

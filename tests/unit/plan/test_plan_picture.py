@@ -1,4 +1,4 @@
-"""The picture of a plan: all of it is there, to be read, and where it says."""
+"""Tests of the picture of a plan: everything is drawn, readable, and in the right place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def extent_of(label: Any) -> Any:
 
 
 def names_on(text: str) -> set[str]:
-    """The schedules of a label: a schedule beyond an axis has its figure behind it."""
+    """Return the schedules that a label names. A schedule beyond an axis has its figure in
+    parentheses."""
     return {name.split(" (")[0] for name in text.split(", ")}
 
 
@@ -83,8 +84,8 @@ def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
 
 
 def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
-    """The picture of a plan has a legend only for methods with a point. Dividing the vocabulary
-    makes every schedule slower here, so it has none."""
+    """The legend of a plan's picture names only treatments of the vocabulary that have a point. A
+    split vocabulary makes every schedule slower here, so it has none."""
     naive = plan().candidates[0]
     slower = replace(naive.report, step=2 * naive.step)
     made = Plan((naive, replace(naive, method=VocabMethod.TWO, report=slower)), {})
@@ -94,8 +95,8 @@ def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
 
 
 def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
-    """An axis of seconds has its unit. The axes said "makespan of a step" both of seconds and of a
-    unit of the costs' own."""
+    """The axes of a plan's picture name the unit if times are seconds. They said "makespan of a
+    step" both for seconds and for a unit of the costs' own."""
     (best, *_) = plan().candidates
     for in_seconds, unit in ((True, ", s"), (False, "")):
         made = Plan((replace(best, variant=replace(best.variant, in_seconds=in_seconds)),), {})
@@ -106,10 +107,10 @@ def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
 
 
 def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
-    """No label covers another. The names of a dozen schedules within a few percent were one black
-    heap."""
+    """No label of a plan's picture covers another. The names of a dozen schedules within a few
+    percent were one black heap."""
     draw_plan(plan(), curves(), tmp_path / "plan.png")
-    figures[0].draw_without_rendering()  # at its own resolution again
+    figures[0].draw_without_rendering()  # at the figure's own resolution again
     axes = figures[0].axes[0]
     labels = {text.get_text(): extent_of(text) for text in axes.texts}
     for (name, box), (other_name, other) in combinations(labels.items(), 2):
@@ -128,7 +129,8 @@ def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
 
 
 def test_a_search_has_a_curve_over_memory() -> None:
-    """A search was one point in the picture, although it trades time for memory."""
+    """A searching family has a curve over memory in a plan's picture, because it trades time for
+    memory. It was a single point."""
     searched = {c.schedule for c in plan().best_of_each if c.schedule.endswith("-auto")}
     assert curves().by_limit.keys() >= searched and searched
     for candidates in curves().by_limit.values():
@@ -143,7 +145,7 @@ def test_a_search_has_a_curve_over_memory() -> None:
 
 def test_a_curve_has_what_more_memory_makes_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     (searched,) = (c for c in plan().best_of_each if c.schedule == "v-auto")
-    steps = {1: 10.0, 2: 12.0, 3: 9.0, 4: 8.0, 5: 8.0, 6: 7.0}  # by limit
+    steps = {1: 10.0, 2: 12.0, 3: 9.0, 4: 8.0, 5: 8.0, 6: 7.0}  # step times by memory limit
     peaks = {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 4.0, 6: 6.0}
 
     def consider(variant: Any, *_: object) -> Candidate:
@@ -182,8 +184,9 @@ def test_the_legend_names_the_curves(tmp_path: Path, figures: list[Any]) -> None
 
 
 def test_what_lies_far_away_does_not_squash_the_rest(tmp_path: Path, figures: list[Any]) -> None:
-    """A point far away does not compress the rest of a picture. GPipe stored four times as much as
-    others, which filled a quarter of the picture."""
+    """A schedule with far more memory than the others does not compress the rest of a plan's
+    picture; its label has its figure. GPipe stored four times as much, and the others filled a
+    quarter of the picture."""
     *others, last = plan().candidates
     far = replace(last, report=replace(last.report, peak_activation_microbatches=(40.0,)))
     draw_plan(Plan((*others, far), {}), NO_CURVES, tmp_path / "plan.png")
@@ -209,8 +212,9 @@ def test_labels_leave_a_heap_of_points(figures: list[Any], tmp_path: Path) -> No
 
 
 def test_no_search_lies_below_the_line_of_the_best(figures: list[Any], tmp_path: Path) -> None:
-    """No search lies below the line of the best. Results of searches in less memory were drawn
-    below the line whose legend says that no other schedule is faster in as little memory."""
+    """The curve of a searching family is nowhere below the line of the best schedules, whose legend
+    says that no other schedule is faster in as little memory. Results of searches in less memory
+    were below it."""
     draw_plan(plan(), curves(), tmp_path / "plan.svg")
     axes = figures[0].axes[0]
     (front,) = (line for line in axes.lines if line.get_drawstyle() == "steps-post")

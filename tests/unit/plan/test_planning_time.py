@@ -1,4 +1,4 @@
-"""The end of a plan's time: after CPU seconds, and at Ctrl-C."""
+"""Tests of the end of a plan: after its CPU seconds, and at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unchanged_handlers() -> Iterator[None]:
 
 
 def work_for(seconds: float) -> str:
-    """Work so many CPU seconds."""
+    """Use ``seconds`` of CPU time."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
@@ -61,8 +61,8 @@ def test_work_ends_after_its_cpu_seconds() -> None:
 
 
 def test_a_compiler_is_left_to_end() -> None:
-    """The time limit of a plan lets numba's compiler finish. The exception was printed in the
-    compiler's callback from C++, and went no further."""
+    """The time limit of a plan does not interrupt numba's compiler. The exception was printed in
+    the compiler's callback from C++, and did not end the work."""
     source = """
 def call_back(ended):
     end = time.process_time() + 0.4
@@ -118,8 +118,8 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
 
 
 def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None:
-    """A plan that was cut short names each alternative by its kind. Schedules with overlapped
-    passes, or without recompute, that were not compared were called schedules."""
+    """A plan that was cut short names each kind of alternative that it did not finish comparing.
+    Schedules with overlapped passes, and those without recompute, were just called schedules."""
 
     def in_pairs() -> str | None:
         return until_end(lambda: work_for(60), None, SCHEDULES)
@@ -132,9 +132,9 @@ def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None
 
 
 def test_what_is_compared_once_more_is_not_unfinished_alternatives() -> None:
-    """An alternative that is compared later does not count as not compared. The first answer had 15
-    % of the time for recompute, and named schedules that it did not compare, though they were
-    compared later."""
+    """Alternatives that are compared later do not count as unfinished. The first answer has 15 % of
+    the time for recompute; schedules that it did not compare were named as unfinished, although
+    they were compared later."""
     with planning(limit=20) as plan:
         start_planning_time()
         with provisional(), within(0.005):
@@ -170,7 +170,8 @@ def test_ctrl_c_ends_all_work_and_a_second_one_the_command() -> None:
 
 
 def test_plan_of_another_thread_has_no_end() -> None:
-    """A plan in another thread has no time limit, as only the main thread gets signals."""
+    """A plan in another thread than the main one has no time limit, because only the main thread
+    gets signals."""
     found: list[str] = []
 
     def plan() -> None:

@@ -1,4 +1,5 @@
-"""Other parallel sizes: their space, their estimates, and the search for the best."""
+"""Tests of ``plan --sizes``: the space of other parallel sizes, their estimates, and the search for
+the best ones."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def job_of(
     model: Model, own: Sizes, *, gpus: int = 32, global_batch: int = 128, gpu: str = "a100"
 ) -> SizedJob:
-    """A training in bf16 with the distributed optimizer."""
+    """Return a training job in bf16 with the distributed optimizer."""
     memory = GPUS[gpu].memory
     assert memory is not None
     return SizedJob(
@@ -71,7 +72,8 @@ def job_of(
 
 
 def measured() -> dict[str, list[tuple[SizedJob, float]]]:
-    """Each configuration of the measured sets that ran, as a job with its own sizes."""
+    """Return, for each measured set, the configurations that ran, each as a job with its own
+    sizes."""
     sets = defaultdict(list)
     for row in read_measured():
         if not row.job.startswith(OF_SIZES) or not row.ran:
@@ -86,7 +88,7 @@ def measured() -> dict[str, list[tuple[SizedJob, float]]]:
         execution = replace(job.execution, sequence=row.size("seq"), framework=Framework.PYTORCH)
         state = replace(job.state, gradient_bytes=2)
         job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
-        job = replace(job, memory=None)  # it ran
+        job = replace(job, memory=None)  # it ran, so memory is no limit
         sets[row.job].append((job, row.seconds))
     return sets
 
@@ -104,7 +106,7 @@ def simulated(job: SizedJob) -> float:
 
 @functools.cache
 def timed() -> dict[str, list[tuple[SizedJob, float, float, float]]]:
-    """Return the jobs of `measured` with their seconds as measured, simulated and estimated."""
+    """Return the jobs of `measured`, each with its seconds as measured, simulated and estimated."""
     return {
         name: [(job, seconds, simulated(job), estimated(job)) for job, seconds in rows]
         for name, rows in measured().items()
@@ -112,11 +114,13 @@ def timed() -> dict[str, list[tuple[SizedJob, float, float, float]]]:
 
 
 def test_best_measured_sizes_are_found() -> None:
-    """The sizes with the shortest simulated step were measured to be the best, or within 2 %, in
-    four of five sets of step times that others measured. In the set of 256 GPUs they are 6 % slower
-    than the best: a ring of 64 ranks on 8 nodes took two seconds more than the estimate has. The
-    estimate before the simulation keeps these sizes: it takes them for at most 5 % longer than the
-    best."""
+    """In four of five sets of step times that others measured, the sizes with the shortest
+    simulated step were measured to be the best ones, or within 2 % of them.
+
+    In the set of 256 GPUs they are 6 % slower than the best: a ring of 64 ranks on 8 nodes took two
+    seconds more than the estimate has. The estimate that runs before the simulation keeps the
+    simulated best: it makes them at most 5 % longer than its own best.
+    """
     assert len(timed()) == 5
     for name, rows in timed().items():
         _, seconds, _, own = min(rows, key=lambda row: row[2])
@@ -127,8 +131,12 @@ def test_best_measured_sizes_are_found() -> None:
 
 
 def test_estimate_is_near_the_simulation() -> None:
-    """The estimate balances layers, and the simulation here has as many on each rank, the last one
-    of which also has the whole loss. That of 16 ranks is so long that one row is further off."""
+    """The estimate of a step is between 0.85 and 1.02 times its simulation.
+
+    The estimate balances layers over the stages. The simulation of this test puts equally many on
+    each rank, although the last one also has the whole loss. One row, with 16 ranks, is further off
+    for this reason.
+    """
     far = {
         job.sizes: estimate / simulation
         for rows in timed().values()
@@ -174,7 +182,7 @@ def test_space_has_all_divisions_once() -> None:
         copies = sizes.data_parallel(job.gpus)
         assert copies * sizes.tensor * sizes.pipeline * sizes.context == 8
         assert copies * sizes.micro_batch * job.microbatches(sizes) == 32
-        assert sizes.context <= 2  # of 2,048 tokens a rank has 1,024
+        assert sizes.context <= 2  # of 2,048 tokens a rank has at least 1,024
     by_hand = {
         (t, c, 8 // t // c // d)
         for t in (1, 2, 4, 8)
@@ -200,14 +208,17 @@ def test_space_of_experts() -> None:
 
 def test_layers_are_balanced_with_the_ends_of_the_pipeline() -> None:
     assert least_maximum(8, 1.0, (0.5, 0.5), 4) == 2.5
-    assert least_maximum(8, 1.0, (0.0, 2.0), 4) == 3.0  # 3, 3, 2 layers, none with the end, or 1
+    # 3, 3 and 2 layers without the end, or 1 with it
+    assert least_maximum(8, 1.0, (0.0, 2.0), 4) == 3.0
     assert least_maximum(8, 1.0, (3.0, 0.0), 4) == 3.0
-    assert least_maximum(8, 1.0, (1.0, 1.0), 1) == 9.0  # of one rank the first end counts
+    assert least_maximum(8, 1.0, (1.0, 1.0), 1) == 9.0  # on one rank both ends count
 
 
 def test_estimate_without_a_pipeline_is_exact() -> None:
-    """The estimate of sizes without a pipeline is exact. No layers are balanced, so the closed form
-    and the simulation are one sum; and the memory of both is equal."""
+    """The estimate of sizes without a pipeline is exact in seconds and in memory.
+
+    There are no layers to balance, so the closed form and the simulation are the same sum.
+    """
     job = small_job()
     for sizes in (Sizes(micro_batch=2), Sizes(tensor=4, sequence_parallel=True)):
         for recompute in job.recompute:
@@ -225,9 +236,12 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
 
 
 def test_no_step_beats_its_bound() -> None:
-    """No simulated step beats its bound. The search ignores sizes whose bound is far above the
-    best, so a bound that is too high would hide the best. A bound is also near enough to its step
-    to be useful."""
+    """No simulated step is shorter than the bound of its sizes, and the nearest step is less than
+    1.2 times its bound.
+
+    The search ignores sizes whose bound is far above the best step found. A bound that is too high
+    would hide the best sizes, and a bound that is too low would save no time.
+    """
     job, nearest = small_job(), inf
     estimator = Estimator(job)
     for sizes in space(job):
@@ -239,8 +253,8 @@ def test_no_step_beats_its_bound() -> None:
 
 
 def test_sizes_that_cannot_fit_are_not_estimated() -> None:
-    """Only sizes that cannot fit have no estimate. With more memory all have one, and those that
-    fit in less stay the same."""
+    """Sizes have no estimate only if they cannot fit. With more memory all sizes have one, and the
+    estimates of those that fit in less memory do not change."""
     roomy = Estimator(small_job())
     least = 1.5 * min(roomy.model_bytes(sizes).total for sizes in space(small_job()))
     tight = Estimator(small_job(least))
@@ -256,8 +270,8 @@ def test_sizes_that_cannot_fit_are_not_estimated() -> None:
 
 
 def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes share the parts of their estimate: a description is estimated once for all pipelines,
-    as 1,024 GPUs have thousands of sizes."""
+    """Sizes share the parts of their estimates: a description of a rank's work is estimated once
+    for all pipelines. With 1,024 GPUs there are thousands of sizes to estimate."""
     job, calls = small_job(), []
     estimate = estimated_module.estimate
 
@@ -274,8 +288,8 @@ def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_model_needs_no_model_parallelism() -> None:
-    """A small model needs no model parallelism. If there is memory for it, data parallelism alone
-    has the shortest step, and no schedule of ours gains anything."""
+    """A small model needs no model parallelism. If its memory fits, data parallelism alone has the
+    shortest step, and none of this project's schedules shortens it."""
     found = found_for_small_job()
     *_, any_schedule = kinds_of(small_job())
     best = found.best(any_schedule)
@@ -308,8 +322,11 @@ def test_what_a_launch_refuses_is_not_found() -> None:
 
 
 def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
-    """The first answer came with the tenth candidate. If that one was refused, no first answer
-    came."""
+    """The first answer comes although the first sizes are refused.
+
+    The first answer used to be shown at the tenth candidate. If that candidate was refused, no
+    first answer was shown at all.
+    """
     job, refused = small_job(), set[Sizes]()
 
     def works_of(sizes: Sizes) -> SizedWorks:
@@ -326,8 +343,8 @@ def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
 
 
 def test_long_reductions_are_not_hidden() -> None:
-    """Long reductions are not hidden: if gradients take longer to reduce than the last backward
-    pass, the rest counts."""
+    """Long gradient reductions are not hidden: if they take longer than the last backward pass, the
+    rest counts in the step."""
     job = small_job()
     state = replace(job.state, bucket=40_000_000)
     sizes = Sizes(micro_batch=1)
@@ -346,7 +363,7 @@ def test_long_reductions_are_not_hidden() -> None:
 
 
 def piped_job(memory: float, sequence: int) -> SizedJob:
-    """A job that only pipeline and data parallelism can divide, without recompute."""
+    """Return a job without recompute that only pipeline and data parallelism can split."""
     job = small_job(memory)
     model = replace(SMALL, layers=("*-",) * 16, num_query_groups=1, vocabulary=1024)
     return replace(
@@ -362,7 +379,7 @@ def piped_job(memory: float, sequence: int) -> SizedJob:
 
 @pytest.fixture
 def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No context parallelism, no searches, and simple layouts alone."""
+    """Compare simple layouts only, without context parallelism and without searched schedules."""
 
     def no_layouts(*arguments: object, **more: object) -> None:
         raise ValueError
@@ -375,7 +392,7 @@ def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
 def best_and_others(
     job: SizedJob, differ: Callable[[ScheduleReport], bool]
 ) -> tuple[SizedStep, list[SizedStep]]:
-    """Return the best step that is found for ``job``, and those whose reports do not ``differ``."""
+    """Return the best step found for ``job``, and the steps whose reports do not ``differ``."""
     found = search_sizes(job, partial(described_works, job))
     *_, any_schedule = kinds_of(job)
     best = found.best(any_schedule)
@@ -394,7 +411,7 @@ def test_offload_makes_shorter_steps_fit(only_pipelines: None) -> None:
 
 
 def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences are sliced, also if nothing fits without slices."""
+    """Long sequences are cut into slices, also if nothing fits without slices."""
     monkeypatch.setattr(search, "_OFFLOADED", 0)
     for memory in (8e9, 11e9):
         job = piped_job(memory, 16384)
@@ -407,9 +424,13 @@ def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.Mon
 def test_slices_that_save_little_are_not_taken(
     only_pipelines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices that saved 0.2 % of a step were taken, and no schedule was searched for its sizes."""
+    """Slices of sequences are not recommended if they save little.
+
+    Slices that saved 0.2 % of a step used to be recommended, and then no schedule was searched for
+    those sizes.
+    """
     monkeypatch.setattr(search, "_OFFLOADED", 0)
-    monkeypatch.setattr(search, "WORTH_SLICES", 1.0)  # the step here would be 0.9 times as long
+    monkeypatch.setattr(search, "WORTH_SLICES", 1.0)  # here slices make the step 0.9 times as long
     best, _ = best_and_others(piped_job(11e9, 16384), lambda made: made.slices > 1)
     assert best.made.candidate.report.slices == 1
 
@@ -421,7 +442,7 @@ def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPat
     found = search_sizes(job, partial(described_works, job))
     searched = [step for step in found.steps if step.made.candidate.variant.resolved.takes_long]
     assert searched
-    # Searched schedules have whole sequences.
+    # Searched schedules run whole sequences.
     known = [step for step in found.steps if step not in searched and step.sizes.pipeline > 1]
     before = [step for step in known if step.made.candidate.report.slices == 1]
     assert {step.sizes for step in searched} <= {step.sizes for step in before}
@@ -441,7 +462,7 @@ def test_end_of_planning_time_leaves_what_was_found(monkeypatch: pytest.MonkeyPa
     job = small_job()
 
     def compare_layouts(*arguments: object, **more: object) -> object:
-        while True:  # until the time is over
+        while True:  # until the planning time is over
             pass
 
     monkeypatch.setattr(search, "compare_layouts", compare_layouts)

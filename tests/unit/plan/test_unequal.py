@@ -1,4 +1,5 @@
-"""`plan --lengths`: gains of arranged microbatches, and the flags for them."""
+"""Tests of ``plan --lengths``: what it gains to arrange microbatches of unequal lengths, and the
+flags that do it."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ MODEL = "layers=8,hidden=1024,heads=8,sequence=8192,vocabulary=8000"
 
 @pytest.fixture(autouse=True)
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a search; of what is compared for long sequences, two slices alone."""
+    """Compare 1f1b and zb-v only, without a search; for long sequences compare two slices only."""
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
     monkeypatch.setattr(long_sequences, "COUNTS", (2,))
     monkeypatch.setattr(long_sequences, "_of_other_settings", lambda *given: ())
 
 
 def lengths(folder: Path, steps: int, per_step: int, tokens: int = 8192) -> Path:
-    """Write microbatches of one long document, and of short ones."""
+    """Write a file of microbatches that have one long document and many short ones, and return its
+    path."""
     rng, lines = np.random.default_rng(3), []
     for _ in range(steps * per_step):
         whole = int(rng.integers(tokens // 8, tokens))
@@ -54,7 +56,8 @@ def test_a_model_has_the_gain_of_each_part(tmp_path: Path) -> None:
     plan = partial(planned, "--gpu", "h100", sizes=f"{MODEL},pp=4,m=8,dp=4")
     told = json.loads(plan("--lengths", file, "--json"))
     gains = told["unequal"]
-    assert 0 < gains["order"] < gains["deal"] and gains["program"] is None  # it is divided
+    # the vocabulary is split, so no program of its own
+    assert 0 < gains["order"] < gains["deal"] and gains["program"] is None
     assert (gains["steps"], gains["microbatches"], gains["replicas"]) == (4, 8, 4)
     assert gains["seconds"] < told["verdict"]["taken"]["seconds"]
     text = plan("--lengths", file)
@@ -73,7 +76,7 @@ def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
     assert few.exit_code == 2 and "has 7 microbatches" in few.output
 
 
-# ---- What is written
+# --- the flags that are written
 
 
 def gains(
@@ -109,8 +112,8 @@ def test_a_refused_part_is_not_written(loads: MicrobatchLoads) -> None:
 
 
 def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> None:
-    """A change that gains less than a hundredth is not written. One replica has no microbatches to
-    deal, and the fewest flags are written."""
+    """A change that gains less than a hundredth is not written, so the command gets the fewest
+    flags. With one data-parallel replica there are no microbatches to deal out."""
     one = MicrobatchLoads(loads.tokens[:, :8], loads.squares[:, :8])
     alone = gains(one, replicas=1)
     assert alone.deal is None and "--pipeline-deal-microbatches" not in alone.flags
@@ -119,9 +122,11 @@ def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> No
 
 
 def test_replicas_that_share_experts_wait_for_one_another(loads: MicrobatchLoads) -> None:
-    """Replicas that share experts wait for one another. A step takes longer, and the order of
-    microbatches saves more, the more replicas share experts; whether all replicas are alike or one
-    has the longest microbatches."""
+    """Replicas that share experts wait for one another.
+
+    The more replicas share experts, the longer a step takes and the more the order of microbatches
+    saves. This holds if all replicas are alike and if one of them has the longest microbatches.
+    """
     alone, two, four = (gains(loads, expert_replicas=shared) for shared in (1, 2, 4))
     assert alone.seconds < two.seconds < four.seconds
     assert alone.deal < two.deal < four.deal

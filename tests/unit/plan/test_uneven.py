@@ -1,5 +1,8 @@
-"""Layouts for a first stage with a tower and for a slow rank, as the issue of 80 equal layers has
-them: F : I : W = 10 : 12 : 8 on 8 ranks, a message 1, within 1F1B's memory."""
+"""Tests of layouts for a first stage with an image encoder and for a slow rank.
+
+The case is the issue's: 80 equal layers, F : I : W = 10 : 12 : 8 on 8 ranks, a message of 1, within
+the memory of 1F1B.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds
 from scripts.benchmarks import uneven
 from tests.helpers.combinations import at_night
 
-TOWERS = {  # over a step without a bubble: even layers, and the most that a layout may take
+# step time over a step without a bubble: with even layers, and the most that a layout may take
+TOWERS = {
     ("trained", uneven.LINE): (1.716, 1.26),
     ("trained", uneven.V): (1.636, 1.18),
-    ("frozen", uneven.LINE): (1.367, 1.29),  # the least of all with whole layers (exhaustive)
+    # the least of all layouts with whole layers, by exhaustive search
+    ("frozen", uneven.LINE): (1.367, 1.29),
     ("frozen", uneven.V): (1.226, 1.20),
 }
 
@@ -108,8 +113,11 @@ def test_a_new_order_makes_up_for_a_slow_link() -> None:
 
 
 def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
-    """A divided vocabulary leaves an encoder (tower) on the first stage. Layers were balanced as if
-    the encoder took no time."""
+    """The layout leaves room for an image encoder on the first stage also if the vocabulary is
+    split over the ranks.
+
+    With a split vocabulary, layers used to be balanced as if the encoder took no time.
+    """
     costs = parse_costs("f=10,i=12,w=8,output_layer=20/24/16,tower=5/6/4", line(2))
     figures = StageFigures(given_work(costs, 8, ranks=2, microbatches=6))
     assert figures.tower_seconds == 15

@@ -1,4 +1,5 @@
-"""The verdict of a plan: what is recommended of all ways to train a job, and what is said of it."""
+"""Tests of the verdict of a plan: which way to train a job it recommends, and what the text says
+about it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def way(
     method: VocabMethod = VocabMethod.NAIVE,
     maturity: Maturity = Maturity.STABLE,
 ) -> Alternative:
-    """A way to train, as its figures alone tell it."""
+    """Return a way to train that has only the figures of the verdict."""
     made = SimpleNamespace(
         schedule=schedule,
         vpp=2,
@@ -102,8 +103,11 @@ def plan_of(
 
 
 def test_a_tie_takes_the_least_memory() -> None:
-    """A tie of two verdicts takes the one with the least memory. For Llama-3 8B on 32 H100, 67 GiB
-    were recommended for a gain of 0.6 % over zb-v's 29 GiB."""
+    """Among ways to train with the same step time, the verdict takes the one with the least memory.
+
+    For Llama-3 8B on 32 H100, the plan used to recommend 67 GiB for a gain of 0.6 % over zb-v,
+    which takes 29 GiB.
+    """
     own = way("1f1b", 2.2, 26)
     pool = [way("zb-auto", 1.790, 67), way("zb-2p", 1.796, 48), way("zb-v", 1.801, 29)]
     found = verdict_of(own, pool, 72 * GIB)
@@ -121,15 +125,19 @@ def test_a_tie_takes_the_least_memory() -> None:
 
 
 def test_memory_that_is_alike_does_not_cost_time() -> None:
-    """The faster of two alternatives with the same memory, to 1 %, is recommended."""
+    """If two ways to train have the same memory, to 1 %, the faster one is recommended."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
 
 def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
-    """Schedules with equal memory are told apart by their settings. A divided vocabulary, which
-    changes losses in their last bits, was recommended for 0.1 % of a step although it takes 0.1 GiB
-    more, and the text said that it "takes the least memory"."""
+    """If ways to train have equal time and memory, the verdict takes the one with the fewest
+    settings.
+
+    The plan used to recommend a vocabulary that is split over the ranks, which changes losses in
+    their last bits, for 0.1 % of a step. It took 0.1 GiB more, and the text still said that it
+    "takes the least memory".
+    """
     own = way("1f1b", 0.3214, 14.6)
     divided = way("v-auto", 0.2588, 17.4, method=VocabMethod.TWO)
     plain = way("v-auto", 0.2589, 17.5)
@@ -145,7 +153,7 @@ def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
 
 
 def small_training() -> Training:
-    """Return a training of a small model, with what it takes of an H100."""
+    """Return a training of a small model on H100s."""
     sizes = parse_model("layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000")
     rates = GPUS["h100"].rates()
     trained = TrainedModel(sizes.model, sizes.execution(), TrainingState(), rates)
@@ -153,9 +161,11 @@ def small_training() -> Training:
 
 
 def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed table has the row of the verdict. Each schedule was shown with the vocabulary
-    method that has the shortest passes. The verdict, whose optimizer step is shorter, had another
-    method, so no row was marked as its choice."""
+    """The printed table marks the row of the verdict as its choice.
+
+    The table used to show each schedule with the vocabulary method that has the shortest passes.
+    The verdict had another method, whose optimizer step is shorter, so no row was marked.
+    """
     job = training_job_of(small_training())
     one, other = VocabMethod.NAIVE, VocabMethod.TWO
     made = make_plan(lambda spec, method: job.variant(spec, method), specs=["zb-h1"])
@@ -170,26 +180,30 @@ def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]
 
 
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
-    """Megatron's own schedule with another layout may be the verdict. Such a layout gained 21.4 %,
-    and the plan recommended its choice of 21.0 %."""
+    """The verdict may be Megatron's own schedule with another layout.
+
+    Such a layout gained 21.4 %, but the plan recommended one of this project's schedules, which
+    gained 21.0 %.
+    """
     own = way("1f1b", 1.0, 26)
     layout, ours = way("interleaved:vpp=4", 0.786, 27), way("zb-v", 0.790, 29)
     found = verdict_of(own, [ours, layout])
     assert found.taken is layout and found.stock is layout
     text = told(found)
     assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
-    # That was said of a search that ended early, and the plan of what it wrote found 4 % more.
+    # The plan used to say so also of a search that ended early; a second plan of the command that
+    # it wrote then found 4 % more.
     short = "\n".join(told(found, is_short=True, unfinished=("layouts", "passes in pairs")))
     unfinished = "layouts, passes in pairs"
     assert f"(Megatron's own; not all of ours were compared in time: {unfinished})" in short
-    # Ours is taken where it saves memory in the same time, and what it adds stands apart.
+    # Our schedule is taken if it saves memory at the same time, and its part is printed separately.
     lean = way("zb-v", 0.790, 20)
     found = verdict_of(own, [lean, layout])
     assert found.taken is lean and found.stock is layout
     rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
     first, second = (next(row for row in rows if row.startswith(head)) for head in ("fir", "gain"))
     assert "--num-virtual-stages-per-pipeline-rank 4" in first and "21.4% shorter" in first
-    # The 0.4 % by ours, which were negative, said nothing of the reason.
+    # "0.4% by ours" used to stand here; the figure was negative and gave no reason.
     assert second.endswith(
         "21.4% by Megatron's own flags (--num-virtual-stages-per-pipeline-rank 4), and ours take "
         "7 GiB less in the same time"
@@ -197,8 +211,11 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
 
 
 def test_a_change_of_less_than_two_percent_is_not_told_to_be_written() -> None:
-    """A change of less than two percent is not recommended. Qwen3-235B on 256 H100 was told to
-    write a change worth 0.4 % for 17.6 GiB more."""
+    """A change of less than two percent is not recommended.
+
+    For Qwen3-235B on 256 H100, the plan used to recommend a change that gained 0.4 % and took 17.6
+    GiB more.
+    """
     own, ours = way("interleaved:vpp=4", 25.3, 50), way("zb-v", 25.2, 67.6)
     found = verdict_of(own, [ours])
     assert found.keeps and found.gain == 0
@@ -212,8 +229,11 @@ def spread_line(rows: list[str]) -> str:
 
 
 def test_a_gain_within_its_spread_says_so() -> None:
-    """A gain within its spread is printed as such. A gain of 3 % was printed like one of 30 %,
-    although predicted ratios of schedules were up to 5 % off the measured ones."""
+    """The plan says so if a gain is within the spread of its predictions.
+
+    A gain of 3 % used to be printed like one of 30 %, although predicted ratios of schedules were
+    up to 5 % off the measured ones.
+    """
     own, spread = way("1f1b", 1.0, 50), SPREADS[ComparisonKind.SCHEDULES]
     small, large = 1 - 0.9 * spread.share, 1 - 1.1 * spread.share
     text = spread_line(told(verdict_of(own, [way("zb-h1", small, 50)])))
@@ -221,14 +241,14 @@ def test_a_gain_within_its_spread_says_so() -> None:
     assert f"{spread.share:.1%}" in text and f"{spread.pairs} measured comparisons" in text
     assert "differed in the schedule" in text
     assert spread_line(told(verdict_of(own, [way("zb-h1", large, 50)]))) == ""
-    # What a command measured is not estimated.
+    # A step time that the user measured has no spread.
     measured = told(verdict_of(own, [way("zb-h1", small, 50)]), is_estimate=False)
     assert spread_line(measured) == ""
 
 
 def test_the_spread_is_data_too() -> None:
-    """The spread of a gain is in the data too. Programs that read --json saw a gain without its
-    uncertainty."""
+    """``plan --json`` also has the spread of a gain. Programs that read it used to see a gain
+    without its uncertainty."""
     own = way("1f1b", 1.0, 50)
     small, large = (
         plan_of(verdict_of(own, [way("zb-h1", step, 50)])).spread for step in (0.97, 0.8)
@@ -255,8 +275,8 @@ def test_the_widest_spread_of_what_differs_counts() -> None:
 
 
 def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
-    """Our schedules may add nothing although the whole change gains: Megatron's own flags bring 20
-    % here, and ours 3 % more."""
+    """The plan says so if this project's part of a gain is within the spread although the whole
+    gain is not. Here Megatron's own flags gain 20 %, and this project's schedules 3 % more."""
     own, flags = way("1f1b", 1.0, 50), way("interleaved:vpp=4", 0.8, 50)
     found = verdict_of(own, [flags, way("zb-v", 0.775, 50)])
     assert found.stock is flags and found.taken is not flags
@@ -266,7 +286,10 @@ def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
 
 
 def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
-    """A plan that had compared half of the layouts said that nothing saves 2 %."""
+    """A plan that ran out of time names what it did not compare.
+
+    A plan that had compared half of the layouts used to say that nothing saves 2 %.
+    """
     found = verdict_of(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
     whole, short = (
         "\n".join(told(found, is_short=is_short, unfinished=("layouts", "slices")[: 2 * is_short]))
@@ -277,9 +300,11 @@ def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
 
 
 def test_a_setting_that_refuses_all_of_ours_is_named_with_the_verdict() -> None:
-    """A setting that rules out all our schedules is named with the verdict. The plan said "nothing
-    that fits takes less time", although one flag, which can be dropped, had all our schedules
-    refused."""
+    """If one setting rules out all of this project's schedules, the verdict names it.
+
+    The plan used to say "nothing that fits takes less time", although all schedules were refused
+    for a single flag that the user could drop.
+    """
     why = "does not go with overlap_p2p_comm_warmup_flush=True: drop --overlap-p2p"
     refusals = {
         (name, VocabMethod.NAIVE): f"--pipeline-schedule {name} {why}" for name in ("zb-h1", "zb-v")
@@ -298,8 +323,11 @@ def test_a_setting_that_refuses_all_of_ours_is_named_with_the_verdict() -> None:
 
 
 def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
-    """Megatron's own flag is named first if it brings most of the gain. The decisive change of this
-    command, from 25.3 s to 19.2 s, stood inside a paragraph."""
+    """Megatron's own flag is printed first if it brings most of the gain.
+
+    The flag that shortened the step of this command from 25.3 s to 19.2 s used to stand inside a
+    paragraph.
+    """
     own = way("interleaved:vpp=4", 25.3, 50)
     flag, ours = way("interleaved:vpp=4", 19.2, 55, pairs=8), way("zb-v", 18.6, 56, pairs=8)
     found = verdict_of(own, [ours, flag, way("zb-v", 25.2, 67.6)])
@@ -310,7 +338,7 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     (gain,) = (row for row in rows if row.startswith("gain:"))
     of_stock = "24.1% by Megatron's own flags (--overlap-moe-expert-parallel-comm), 2.4% by ours"
     assert "26.5% shorter" in gain and of_stock in gain
-    # What adds less than 2 % to it is left out.
+    # A schedule that adds less than 2 % to it is not recommended.
     assert verdict_of(own, [flag, way("zb-v", 19.0, 56, pairs=8)]).taken is flag
 
 
@@ -323,12 +351,15 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
 
 
 def test_memory_is_what_this_command_takes_of_the_gpu() -> None:
-    """The verdict gives the memory that the command takes of the GPU. "5 GiB on the fullest rank,
-    which may take 68.9 GiB; its allocator reserves 9.86 GiB more: together 99%" was read as 15 GiB
-    of 80."""
+    """The verdict gives the memory that the command takes of the GPU, with what the allocator
+    reserves.
+
+    It used to print "5 GiB on the fullest rank, which may take 68.9 GiB; its allocator reserves
+    9.86 GiB more: together 99%", which users read as 15 GiB of 80.
+    """
     found = verdict_of(way("1f1b", 2.0, 5.1), [way("zb-v", 1.8, 5)], 69 * GIB)
     (memory,) = (row for row in told(found, free=69) if row.startswith("memory:"))
-    reserved = RESERVED_SHARE * 2.5  # of what is allocated in a step
+    reserved = RESERVED_SHARE * 2.5  # a share of what is allocated during a step
     assert memory == (
         f"memory:    5 GiB on the fullest rank (now 5.1 GiB); with {bytes_text(reserved * GIB)} "
         f"that its allocator reserves it takes {(5 + reserved) / 80:.0%} of the GPU, and "
@@ -337,9 +368,12 @@ def test_memory_is_what_this_command_takes_of_the_gpu() -> None:
 
 
 def test_a_limit_that_changes_nothing_is_not_written() -> None:
-    """A memory limit that changes nothing is not written. A limit of 65.6 GiB was written into a
-    command that takes 5 GiB, and whose schedule is the same without it. A limit that changes the
-    schedule stays, and so does the user's own."""
+    """A memory limit that changes nothing is not written into the command. A limit that changes the
+    schedule is, and the user's own limit stays.
+
+    The plan used to write a limit of 65.6 GiB into a command that takes 5 GiB and has the same
+    schedule without it.
+    """
     model = "layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
     words = ["plan", f"{model},pp=4,m=8", "--gpu"]
 
@@ -355,8 +389,12 @@ def test_a_limit_that_changes_nothing_is_not_written() -> None:
 
 
 def test_progress_has_the_unit_and_the_memory_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress lines of a plan have the unit and the memory of the best schedule so far. They said
-    "so far the best is zb-v: 1.377, in the costs' unit, a step" of seconds."""
+    """Progress lines of a plan have the unit of the step time and the memory of the best schedule
+    so far.
+
+    They used to say "so far the best is zb-v: 1.377, in the costs' unit, a step" where the costs
+    were seconds.
+    """
     only_families(monkeypatch, "1f1b", "zb-v")
     job = replace(Training(2, 4, lambda placement: uniform(placement, 1, 1, 1)), in_seconds=False)
     found = _Comparison(job.variant, None, False, False, None, (), False)
@@ -365,8 +403,8 @@ def test_progress_has_the_unit_and_the_memory_of_the_best(monkeypatch: pytest.Mo
         found.add((spec, VocabMethod.NAIVE))
     assert found.found.startswith("so far the best is zb-v: ")
     assert found.found.endswith(" cost units a step, 2 microbatches")
-    # With a model, "0.01033 s a step" was another figure than the verdict's 0.01116, which has the
-    # optimizer.
+    # For a model the line used to say "0.01033 s a step" while the verdict said 0.01116, which
+    # counts the optimizer.
     trained = _Comparison(small_training().variant, None, False, False, None, (), False)
     trained.add(("1f1b", VocabMethod.NAIVE))
     assert " s a step without its optimizer, " in trained.found
@@ -385,9 +423,11 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
 
 @pytest.mark.search
 def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search gets the memory of the schedules that it competes with. It was limited to 1F1B's 8
-    microbatches, and the plan chose a step of 1010 in 11.5 microbatches, in which a search finds
-    one of 986."""
+    """A searched schedule may use the memory of the schedules that it competes with.
+
+    The search used to be limited to the 8 microbatches of 1F1B. The plan then chose a step of 1010
+    that holds 11.5 microbatches, although a search within 11.5 finds a step of 986.
+    """
     only_families(monkeypatch, "1f1b", "interleaved", "loop-auto:vpp=4")
     words = ["plan", "pp=8,m=32", "--costs", "f=10,i=12,w=8,comm=1"]
     text = CliRunner().invoke(app, words).stdout
@@ -396,8 +436,8 @@ def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.Mo
 
 
 def test_refusals_are_one_line_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    """Refusals are one line for each reason. They were a line for each schedule, with its
-    figures."""
+    """Refusals are printed as one line for each reason. There used to be a line for each schedule,
+    with its figures."""
     limit = "the memory limit of 0.1 microbatches; the least feasible limit for it is"
     refusals = {
         (

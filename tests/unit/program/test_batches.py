@@ -1,4 +1,5 @@
-"""Messages over one communicator: which move together, in which order, and what is refused."""
+"""Tests of messages over one communicator: which ones move together, in which order, and which
+orders are refused."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def test_a_send_moves_with_the_receives_before_it_and_other_receives_alone() -> 
 
 
 def test_two_neighbours_whose_passes_end_together_swap_in_one_batch() -> None:
-    """Two neighbours whose passes end together swap messages in one batch. In 1F1B with equal
-    passes 0F2 and 1B1 end at one time."""
+    """Two neighbours whose passes end together swap their messages in one batch. In 1F1B with equal
+    passes, 0F2 and 1B1 end at the same time."""
     problem = batched(line_problem(2, 3))
     assert program("1f1b", problem).schedule.rows == rows_of(
         """
@@ -69,8 +70,8 @@ def test_two_neighbours_whose_passes_end_together_swap_in_one_batch() -> None:
     )
 
 
-# In each, a gradient is received before an activation is sent that it depends on, or the other way
-# round: on channels of their own the two do not meet.
+# In each case a rank receives a gradient before it sends an activation that the gradient depends
+# on, or the other way round. With a communicator for each kind of message this would be sound.
 HANGS = {
     "posted ahead": (
         """
@@ -105,7 +106,7 @@ def test_an_order_that_only_channels_of_their_own_allow(case: str) -> None:
 
 
 def test_a_swap_that_hangs_in_two_batches_runs_in_one() -> None:
-    """A swap of messages that hangs in two batches runs in one: here each send is batched with the
+    """A swap of messages that would hang in two batches runs in one: each send is batched with the
     receive in which the other rank waits."""
     together = """
         0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1 0WAIT_F0 0WAIT_F1
@@ -124,9 +125,9 @@ def test_a_swap_that_hangs_in_two_batches_runs_in_one() -> None:
 
 
 def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
-    """Activations and gradients to one rank may not overtake one another. On the last rank of a V
-    both go to its neighbour; the k-th message that leaves meets the k-th receive, whatever it is.
-    """
+    """Activations and gradients to the same rank may not overtake one another. On the last rank of
+    a V placement both go to its neighbour, and the k-th message that leaves meets the k-th receive,
+    whichever kind it is."""
     good = """
         1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B0 2B0 1B0 1SEND_B0 2RECV_B1 2B1 1B1 1SEND_B1 2WAIT_F0 2WAIT_F1 1WAIT_B0 1WAIT_B1
         0F0 0SEND_F0 3RECV_F0 3F0 0F1 0SEND_F1 3B0 3RECV_F1 3SEND_B0 3F1 3B1 0RECV_B0 3SEND_B1 0RECV_B1 0B0 0B1 0WAIT_F0 0WAIT_F1 3WAIT_B0 3WAIT_B1
@@ -145,23 +146,23 @@ def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
 
 
 def test_ranks_tell_by_their_digests_that_one_batches_and_one_does_not() -> None:
-    """Ranks notice by their digests that one batches messages and one does not. With two ranks and
-    one microbatch both have the same rows."""
+    """If one rank batches its messages and another does not, their digests differ. With two ranks
+    and one microbatch both have the same rows, so the rows cannot tell."""
     problem = line_problem(2, 1, forward_only=True)
     plain, other = program("gpipe", problem), program("gpipe", batched(problem))
     assert plain.schedule.rows == other.schedule.rows and plain.digest != other.digest
 
 
-# ---- Any schedule
+# --- any schedule
 
-# Searches take seconds; their tables are like those of others on the same placement.
+# Searches take seconds, and their tables are like those of other families on the same placement.
 FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.searches)
 
 
 @pytest.mark.parametrize("spec", [*FAMILIES, "gis:vpp=3", "hanayo:waves=1"])
 def test_every_family_is_sound(spec: str) -> None:
-    """Every family is sound with batched messages, with equal passes, of which many end together,
-    and with random ones, in training and evaluation."""
+    """Every family's schedule is sound with batched messages: with equal passes, many of which end
+    together, and with random ones, in training and in evaluation."""
     random = Random(spec)
     resolved = choose(spec)
     for p in (2, random.choice([3, 4, 5])):
@@ -179,7 +180,8 @@ def test_every_family_is_sound(spec: str) -> None:
 
 
 def costs_with_ties(random: Random, placement: Placement) -> Costs:
-    """Passes that end together, and passes and hops that take nothing."""
+    """Return costs with which many passes end together, and some passes and messages take no
+    time."""
     f, i, w, comm = random.choice([(1, 1, 1, 0), (1, 1, 1, 1), (0, 0, 1, 0), (2, 1, 0, 1)])
     return uniform(placement, f, i, w, comm)
 
@@ -207,16 +209,16 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
 
 
 def test_an_evaluation_whose_passes_cost_nothing() -> None:
-    """An evaluation whose passes cost nothing has an order of messages, although the tick is a
-    share of the longest pass."""
+    """An evaluation whose passes take no time has an order of messages. The time step in which the
+    order is found is a share of the longest pass, which is 0 here."""
     problem = line_problem(3, 4, 0, 1, 1, forward_only=True)
     assert set(problem.costs.seconds[Kind.FORWARD]) == {0}
     program("gpipe", batched(problem))
 
 
 def test_an_order_whose_passes_wait_for_one_another_is_shown() -> None:
-    """An order of passes that deadlocks is shown. Messages are ordered by the times of passes, and
-    an order that deadlocks has no times."""
+    """The error shows an order of passes that deadlocks. Messages are ordered by the times of
+    passes, and such an order has no times."""
     order = written("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", (0, 1))
     problem = batched(line_problem(2, 2))
     with pytest.raises(InvalidSchedule, match="it would hang: "):

@@ -1,4 +1,5 @@
-"""The communicators of a rank: which there are, their CTAs, and the waves they connect in."""
+"""Tests of the communicators of a rank: which ones there are, how many CTAs each gets, and in which
+rounds they connect."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions, Vocabul
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.random_schedules import random_placement
 
-H100 = 132  # multiprocessors
+H100 = 132  # multiprocessors of an H100
 SPECS = [*entries(), "interleaved:vpp=3", "gis:vpp=4", "hanayo:waves=2", "hanayo:waves=3"]
 
 
@@ -40,9 +41,11 @@ def ways_of(placement: Placement) -> set[Channel]:
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_communicator_for_each_directed_edge_and_kind(spec: str, ranks: int) -> None:
-    """Each directed edge and kind of message has a communicator. With one communicator for a whole
-    direction, a message that is not received yet delays messages of other edges. A loop sends both
-    ways between two ranks. A V sends activations and gradients from a rank to the same neighbour.
+    """Each directed edge between ranks has a communicator for each kind of message on it.
+
+    With one communicator for a whole direction, a message that is not received yet would delay
+    messages of other edges. On a loop placement two ranks send both ways, and on a V placement a
+    rank sends activations and gradients to the same neighbour.
     """
     placement = choose(spec).place(ranks)
     rank_of = placement.rank_of
@@ -90,8 +93,8 @@ def test_what_a_rank_has() -> None:
 
 
 def test_a_rank_keeps_three_quarters_of_its_device() -> None:
-    """Communicators leave a rank three quarters of its device. With NCCL's own 16 CTAs a channel,
-    an inner rank of a V took 128 of 132 multiprocessors."""
+    """Communicators leave a rank three quarters of its multiprocessors. With NCCL's own 16 CTAs for
+    each channel, an inner rank of a V placement used 128 of 132."""
     assert ctas_of_each(8, H100) == 4
     assert ctas_of_each(8 + len(COLLECTIVES), H100) == 2
     assert ctas_of_each(2, H100) == 16
@@ -108,8 +111,8 @@ def test_a_rank_keeps_three_quarters_of_its_device() -> None:
 
 
 def test_what_nccls_buffers_take() -> None:
-    """NCCL's buffers are estimated near their measured size: 16 to 32 CTAs for each incoming
-    channel took 150 to 300 MiB elsewhere."""
+    """The estimate of NCCL's buffers is near their measured size: elsewhere 16 to 32 CTAs for each
+    incoming channel took 150 to 300 MiB."""
     megabytes = [Communicators(2, 1, 0).buffer_bytes(ctas) / 2**20 for ctas in (16, 32)]
     assert megabytes == pytest.approx([147, 294])
     assert Communicators(8, 4, 7).buffer_bytes(2) == 22 * Communicators(2, 1, 0).buffer_bytes(1)
@@ -121,8 +124,8 @@ def neighbours(placement: Placement) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("ranks", range(2, 40))
 def test_few_waves(ranks: int) -> None:
-    """Channels connect in few rounds. If each two neighbours waited for the ones before, the
-    start-up would grow with the pipeline."""
+    """Channels connect in two or three rounds, however many ranks there are. If each pair of
+    neighbours waited for the pair before it, start-up time would grow with the pipeline."""
     expected = min(2, ranks - 1)
     for placement in (line(ranks), v(ranks), wave(ranks), wave(ranks, waves=3)):
         assert len(waves(neighbours(placement))) == expected
@@ -141,7 +144,7 @@ def check_waves(ways: set[Channel]) -> None:
     assert {frozenset(pair) for pair in pairs_of_all} == {frozenset(way[:2]) for way in ways}
     order = in_waves(ways)
     assert sorted(order) == sorted(ways)
-    # A pair's channels stand in a row.
+    # The channels of two ranks follow one another.
     pairs_in_order = [frozenset(way[:2]) for way in order]
     changes = sum(pair != after for pair, after in pairwise(pairs_in_order))
     assert changes == max(0, len(pairs_of_all) - 1)
@@ -159,7 +162,8 @@ def test_waves_of_any_placement() -> None:
 
 
 def rounds_to_connect(order: list[Channel]) -> int:
-    """How long it takes if every rank takes its own channels in turn, and one takes a round."""
+    """Return the number of rounds until all are connected, if each rank connects its own channels
+    in order and each takes one round."""
     left = list(order)
     rounds = 0
     while left:
@@ -176,8 +180,11 @@ def rounds_to_connect(order: list[Channel]) -> int:
 
 
 def test_start_up_takes_as_long_as_the_busiest_rank() -> None:
-    """Start-up takes as many rounds as the busiest rank has channels. Sorted, as they once were,
-    the channels of a line were a chain: 2 (p - 1) rounds."""
+    """Start-up takes as many rounds as the busiest rank has channels.
+
+    Channels used to connect in sorted order. On a linear placement they then formed a chain that
+    took 2 (p - 1) rounds.
+    """
     ways = ways_of(line(16))
     assert rounds_to_connect(in_waves(ways)) == 4
     assert rounds_to_connect(sorted(ways)) == 30

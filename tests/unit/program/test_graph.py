@@ -1,4 +1,5 @@
-"""Who waits for whom, as arrays: second opinions on what is found out of them."""
+"""Tests of the graph of actions that wait for one another, with a second computation of what the
+program derives from it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def async_case(seed: int) -> tuple[Case, Problem]:
 
 
 def waited_for(schedule: Schedule) -> dict[Action, Action | None]:
-    """For each wait, the next pass of its rank."""
+    """Return, for each wait, the next pass of its rank."""
     found: dict[Action, Action | None] = {}
     for row in schedule.rows:
         after = None
@@ -103,7 +104,8 @@ def waited_for(schedule: Schedule) -> dict[Action, Action | None]:
 
 
 def as_soon_as_known(schedule: Schedule) -> dict[Action, Action | None]:
-    """The same, by the sets of all that must have ended before a node can start."""
+    """Return, for each wait, the next pass of its rank, computed from the set of all actions that
+    must have ended before each action starts."""
     graph = build_graph(schedule)
     ended = _must_have_ended(graph)
     users = _users(graph)
@@ -117,7 +119,8 @@ def as_soon_as_known(schedule: Schedule) -> dict[Action, Action | None]:
             action = graph.actions[node]
             if is_compute(action):
                 for sends in pending.values():
-                    # Who knows of one knows of those before it, which went the same way.
+                    # A pass that knows that one send has ended also knows it of the sends before,
+                    # on the same channel.
                     while any(ended[node] & users[_key(graph, send)] for send in sends):
                         given = graph.actions[sends.popleft()]
                         found[given._replace(kind=waits[given.kind])] = action
@@ -138,8 +141,8 @@ def _must_have_ended(graph: Graph) -> list[set[int]]:
 
 
 def _key(graph: Graph, given: int) -> tuple[int, Kind, int]:
-    """Return one key for both ends of a message: the receive's action, or the collective without
-    its stage."""
+    """Return one key for both ends of a message: the action of its receive, or of a collective its
+    kind and microbatch."""
     action = graph.actions[given]
     if RULES[action.kind].lane is Lane.COLLECTIVE:
         return -1, action.kind, action.microbatch
@@ -147,7 +150,7 @@ def _key(graph: Graph, given: int) -> tuple[int, Kind, int]:
 
 
 def _users(graph: Graph) -> dict[tuple[int, Kind, int], set[int]]:
-    """The passes that need each message or collective."""
+    """Return, for each message or collective, the passes that need it."""
     users: dict[tuple[int, Kind, int], set[int]] = defaultdict(set)
     for node, action in enumerate(graph.actions):
         if is_compute(action):

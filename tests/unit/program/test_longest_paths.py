@@ -1,4 +1,5 @@
-"""When passes start: by one vector of seconds and by many at once, without messages and with."""
+"""Tests of when passes start: from one vector of seconds and from many at once, without messages
+and with them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.helpers.schedules import B, F
 
 
 def ends_of(graph: Precedence, lags: Floats | None, vectors: Floats) -> Floats:
-    """By node and vector."""
+    """Return the end of each node, a column for each of ``vectors``."""
     batched = BatchedTimes(graph, lags)
     times = vectors[batched.order]
     batched.run(times)
@@ -36,8 +37,8 @@ def ends_of(graph: Precedence, lags: Floats | None, vectors: Floats) -> Floats:
 def test_many_vectors_at_once_are_timed_as_one_by_one(
     seed: int, nodes: int, has_lags: bool
 ) -> None:
-    """Many vectors of times at once have the results of one by one, to the last bit. The graphs are
-    random; their nodes are numbered at random, and wait for any number of others."""
+    """Many vectors of seconds at once give the same times as one after the other, to the last bit.
+    The graphs are random: their nodes are numbered at random and wait for any number of others."""
     random = np.random.default_rng(seed)
     edges = np.unique(np.sort(random.integers(nodes, size=(2 * nodes, 2)), axis=1), axis=0)
     numbers = random.permutation(nodes).astype(np.int32)
@@ -59,8 +60,9 @@ def test_many_vectors_at_once_are_timed_as_one_by_one(
 @settings(PROPERTY)
 @given(case=cases, hop=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
 def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, hop: float) -> None:
-    """Passes alone are timed as the simulator times them with messages, for any placement and
-    order. Messages that are too short to wait for one another are only a lag."""
+    """The times of passes without messages are those of the simulator with messages, for any
+    placement and order. Messages too short to wait for one another only delay the passes that need
+    them."""
     schedule, costs = case.schedule, case.problem.costs.with_links(p2p_seconds=hop)
     exact = simulate_unproved(schedule, replace(case.problem, costs=costs))
     timed = time(schedule.rows, replace(case.problem, costs=costs))
@@ -78,7 +80,7 @@ def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, 
     ("first", "second", "stuck"),
     [
         ("F0 B0 F1 B1", "F1 B1 F0 B0", "0B0, 1F1"),  # each rank waits for the other
-        ("F0 B0", "B0 F0", "0B0, 1B0"),  # what a pass needs comes after it on its own rank
+        ("F0 B0", "B0 F0", "0B0, 1B0"),  # a rank needs its own later pass first
     ],
 )
 def test_an_order_that_hangs_names_where(first: str, second: str, stuck: str) -> None:

@@ -1,8 +1,9 @@
-"""The one sequence of all passes, messages and collectives: what is posted needs nothing later.
+"""Tests of the one order of all passes, messages and collectives, in which nothing that is posted
+needs something later.
 
-A GPU may hold up its host, and all its streams, behind anything posted: a receive that waits for a
-message that only comes of a later pass of the same rank is a deadlock there. On gloo it is not, so
-only the proof can tell.
+A GPU may hold up its host and all its streams behind anything posted. There, a receive deadlocks if
+its message depends on a later pass of the same rank. On gloo it does not, so only the proof can
+find it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.reference_runs import run
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
 
-# Searches take seconds; their tables are like those of others on the same placement.
+# Searches take seconds, and their tables are like those of other families on the same placement.
 FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.searches)
 
 
 def test_a_receive_stands_where_its_message_is_made() -> None:
-    """A receive stands where its message is made. Rank 0 posts 0RECV_B0 when 1B0 ends, and not
-    before its own forward passes, which 1B0 needs. (It was posted ahead of its use.)"""
+    """A receive is posted when its message is computed: rank 0 posts 0RECV_B0 when 1B0 ends, and
+    not before its own forward passes, which 1B0 needs. Receives used to be posted ahead of their
+    use."""
     assert program("1f1b", line_problem(2, 2)).schedule.rows == rows_of(
         """
         0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0WAIT_F0 0B0 0RECV_B1 0WAIT_F1 0B1
@@ -52,8 +54,11 @@ def test_a_receive_stands_where_its_message_is_made() -> None:
 
 
 def test_a_receive_posted_ahead_is_refused() -> None:
-    """A receive posted ahead is refused. Such an order was ours, and sound for streams that run in
-    parallel. It deadlocks on a device where 0RECV_B0 blocks 0F0."""
+    """A receive that is posted ahead is refused.
+
+    The project used to post receives ahead, which is sound if streams run in parallel. It deadlocks
+    on a device where 0RECV_B0 blocks 0F0.
+    """
     ahead = written(
         """
         0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0WAIT_F0 0B0 0WAIT_F1 0B1
@@ -75,8 +80,8 @@ def test_a_receive_posted_ahead_is_refused() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> None:
-    """Both ends of a message have one order everywhere: a rank sends and receives its messages in
-    the order of one list of all messages."""
+    """Both ends of a message are in the same order everywhere: each rank sends and receives its
+    messages in the order of one list of all messages."""
     placement = choose(name).place(4)
     made = build_program(
         choose(name), Problem(placement, 8, parse_costs("f=10,i=12,w=8,comm=1", placement))
@@ -95,7 +100,7 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
 @PROPERTY
 @given(seeds)
 def test_any_order_of_passes_can_be_placed(seed: int) -> None:
-    """Messages can be added to any order of passes, also to one from a file, without a new
+    """Messages can be added to any order of passes, also to one read from a file, without a new
     deadlock."""
     case = random_case(seed)
     proved = prove(with_messages(case.schedule, case.problem), case.problem)
@@ -106,8 +111,8 @@ def test_any_order_of_passes_can_be_placed(seed: int) -> None:
     ("name", "hop", "size"), in_pairs(FAMILIES, [0.0, 1.0, 3.0], [(2, 4), (4, 8), (6, 6)])
 )
 def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> None:
-    """Posting receives late costs nothing. A receive is posted no later than its message is made,
-    so the makespan is that of ranks whose receives are all posted from the beginning."""
+    """Posting receives late costs no time. A receive is posted no later than its message is
+    computed, so the step takes as long as if each rank posted all its receives at the beginning."""
     resolved = choose(name)
     ranks, microbatches = size
     placement = resolved.place(ranks)
@@ -119,8 +124,8 @@ def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> 
 
 
 def test_a_device_that_waits_takes_longer() -> None:
-    """A device that waits at every pass, or at everything, takes longer. One rank has nothing to
-    wait for."""
+    """A step takes longer on a device that waits at every pass, and longest on one that waits at
+    everything. One rank alone has nothing to wait for."""
     for ranks, differ in ((4, True), (1, False)):
         made = program("1f1b", line_problem(ranks, 8, 10, 12, 8, 1))
         usual, waiting, queue = (
@@ -129,23 +134,28 @@ def test_a_device_that_waits_takes_longer() -> None:
         assert (usual < waiting <= queue) if differ else (usual == waiting == queue)
 
 
-# ---- All pipelines of a job
+# --- all pipelines of a job
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_pipelines_that_are_tied_at_every_pass_run_one_program(name: str) -> None:
-    """Two pipelines that are tied at every pass run one program without a hang. Experts' all-to-all
-    and parameter gathers are inside passes, in groups across pipelines: no rank ends a pass before
-    its twin in the other pipeline has begun it, whatever delays either."""
+    """Two pipelines that wait for each other at every pass run the same program without a hang.
+
+    Passes contain the experts' all-to-all and the gathers of parameters, whose groups span several
+    pipelines. So no rank ends a pass before its twin in the other pipeline has begun it, whatever
+    delays either of them.
+    """
     placement = choose(name).place(4)
     made = build_program(choose(name), Problem(placement, 8, uniform(placement, 10, 12, 8, 1)))
     assert not tied(made, made).cycle()
 
 
 def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
-    """Two pipelines with different programs could hang. This is why costs come from global rank 0,
-    and digests are compared over the world. (Each program is sound alone; its rows depend on its
-    costs.)"""
+    """Two pipelines with different programs could hang, although each program is sound alone.
+
+    The rows of a program depend on its costs. This is why all ranks use the costs of global rank 0
+    and compare digests over the world.
+    """
     placement = choose("v-half").place(4)
     first, other = (
         build_program(choose("v-half"), Problem(placement, 8, parse_costs(costs, placement)))
@@ -155,8 +165,8 @@ def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
 
 
 def tied(first: Program, other: Program) -> Graph:
-    """The graph of two pipelines in which the n-th pass of a rank ends in both together. Each rank
-    is held up by all that it posts."""
+    """Return the graph of two pipelines in which the n-th pass of a rank ends in both together, and
+    each rank is held up by everything that it posts."""
     graphs = [build_graph(made.schedule, device=Device.ONE_QUEUE) for made in (first, other)]
     offset, others = (len(graph.actions) for graph in graphs)
     before = [graphs[0].before[node] for node in range(offset)]
@@ -174,7 +184,7 @@ def tied(first: Program, other: Program) -> Graph:
     ]
     for mine, twins in zip(*passes, strict=True):
         for node, twin in zip(mine, twins, strict=True):
-            # What comes before either comes before both; they end together.
+            # Both passes wait for whatever either of them waits for, so they end together.
             before[node] += [earlier + offset for earlier in graphs[1].before[twin]]
             before[twin + offset] += graphs[0].before[node]
     waits = [(node, earlier) for node, nodes in enumerate(before) for earlier in nodes]
@@ -186,11 +196,12 @@ def tied(first: Program, other: Program) -> Graph:
     )
 
 
-# ---- The result of each transform, spoilt once
+# --- the result of each transform, with one action moved
 
 
 def moved(made: Program, action: str, before: str) -> Schedule:
-    """The schedule of ``made`` with ``action`` right before another one of its rank."""
+    """Return the schedule of ``made`` with ``action`` moved right before another action of its
+    rank."""
     moves, stays = parse_action(action), parse_action(before)
     rows = []
     for row in made.schedule.rows:
@@ -264,8 +275,8 @@ def test_what_only_a_device_would_hang_at_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("make", [ZB_V_DIVIDED, partial(family_program, "interleaved", 3, 6)])
 def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], Program]) -> None:
-    """A wait may stand anywhere behind the action that it waits for. No posted message needs
-    anything later, so no wait can deadlock, and the cases above contain no waits."""
+    """A wait may come anywhere after the action that it waits for. No posted message needs anything
+    later, so no wait can deadlock; the cases of `SPOILT` move no waits."""
     made = make()
     rows = []
     for row in made.schedule.rows:
@@ -281,9 +292,8 @@ def test_a_wait_may_stand_anywhere_behind_what_it_waits_for(make: Callable[[], P
 def test_what_is_only_given_is_soon_waited_for(
     name: str, vocabulary: VocabularyParallel, forward_only: bool
 ) -> None:
-    """The wait for a tensor that a rank only gives to a collective comes soon, however many
-    microbatches there are. If the rank waited at the step's end, it would keep each tensor until
-    then."""
+    """A rank waits soon for a collective to which it only gives a tensor, however many microbatches
+    there are. If it waited at the end of the step, it would keep every such tensor until then."""
     made = family_program(name, 3, 18, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
@@ -301,19 +311,21 @@ def test_what_is_only_given_is_soon_waited_for(
 
 
 def test_copies_do_not_stand_behind_waits_for_sends() -> None:
-    """Copies may start before the wait for a send. A copy behind that wait would start late."""
+    """Copies to and from the host are posted before the wait for a send. After it they would start
+    late."""
     row = family_program("1f1b", 2, 6, activation_offload=Offload.FULL).schedule.rows[0]
     copies = [at for at, action in enumerate(row) if RULES[action.kind].lane in HOST_LANES]
     assert copies
     assert all(row[at - 1].kind not in (Kind.WAIT_F, Kind.WAIT_B) for at in copies)
 
 
-# ---- What messages hold
+# --- the memory of messages
 
 
 def test_messages_count_where_the_limit_is_in_bytes() -> None:
-    """Messages count against a limit in bytes: from the receive to the pass that uses the message,
-    and from the pass to the wait. In microbatches, the papers' measure, they do not."""
+    """Messages count against a memory limit in bytes: a received one until the pass that uses it
+    has run, and a sent one from its pass until the wait. They do not count against a limit in
+    microbatches, which is the unit of the papers."""
     amount = {Held.ACTIVATION: 10.0, Held.WEIGHT_INPUTS: 4.0, Held.MESSAGE: 1.0}
     (row,) = rows_of(
         "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1RECV_B0 1WAIT_F0 1I0 1SEND_B0 1W0 1WAIT_B0"
@@ -323,8 +335,8 @@ def test_messages_count_where_the_limit_is_in_bytes() -> None:
 
 
 def test_passes_leave_room_for_messages() -> None:
-    """Passes leave memory for messages. zb-auto fills 500 bytes with five microbatches; if messages
-    take some bytes, with fewer."""
+    """Passes leave memory for messages. With 500 bytes zb-auto holds five microbatches, and fewer
+    if messages take some of these bytes."""
     resolved = choose("zb-auto")
     placement = resolved.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}

@@ -1,4 +1,5 @@
-"""Steps whose passes vary: each sample is a longest path, and the figures are those of many."""
+"""Tests of steps whose passes vary in time: each sample is a longest path, and the figures
+summarise many samples."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def program(
     ids=["1f1b", "zb-v", "batched", "collectives", "shared links"],
 )
 def test_a_sample_is_a_longest_path(made: Callable[[], Program]) -> None:
-    """Many samples at once give what the simulator gives for each."""
+    """Many samples at once give the times that the simulator gives for each of them."""
     here = made()
     timeline = simulate(here, here.problem.costs)
     still = spread(here, Noise(), 2)
@@ -75,7 +76,8 @@ def test_samples_are_those_of_the_simulator_one_by_one() -> None:
 
 
 def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors are also the same however many are drawn at once, and for passes in another order."""
+    """The random factors have the given mean and deviation. They are the same however many are
+    drawn at once, and also if the passes are in another order."""
     noise = Noise(0.3)
 
     def of_passes(schedule: Schedule) -> dict[Action, FloatArray]:
@@ -100,7 +102,8 @@ def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_rank_is_a_sum() -> None:
-    """The sum of n passes alike, each with deviation s, has s over the root of n."""
+    """On one rank, the sum of n equal passes that each have a relative deviation s has a relative
+    deviation of s over the root of n."""
     problem = line_problem(1, 64, 1, 1, 1)
     alone = build_program(choose("zb-h1"), problem)
     n, z = 64 * 3, NormalDist().inv_cdf(0.9)
@@ -112,7 +115,8 @@ def test_one_rank_is_a_sum() -> None:
 
 
 def test_noise_of_a_trace(tmp_path: Path) -> None:
-    """Noise is estimated from a trace: half of its passes took 0.8 of their mean, half 1.2."""
+    """Noise can be estimated from a trace. In this one half of the passes took 0.8 of their mean,
+    and half 1.2."""
     problem = line_problem(2, 4)
     here = build_program(choose("1f1b"), problem)
     simulated = simulate(here, problem.costs)

@@ -1,7 +1,8 @@
-"""The simulator against published figures, closed forms, drawings by hand and a second simulator.
+"""Tests of the simulator against published figures, closed forms, tables drawn by hand and a second
+simulator.
 
-In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on with what is to its left;
-a line ``0>1`` shows which microbatch is on its way from rank 0 to rank 1.
+In the tables a column is a unit of time, ``.`` is idle, and ``=`` continues the action on its left.
+A line ``0>1`` shows which microbatch is on its way from rank 0 to rank 1.
 """
 
 from dataclasses import replace
@@ -43,7 +44,8 @@ def simulated(name: str, problem: Problem) -> Timeline:
 
 
 def simulated_rows(text: str, problem: Problem) -> Timeline:
-    """``text`` holds compute and messages; the waits, which cost nothing, are put at the ends."""
+    """Simulate the passes and messages of ``text``; the waits, which cost nothing, are added at the
+    ends of the rows."""
     waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
     rows = tuple(
         row + tuple(a._replace(kind=waits[a.kind]) for a in row if a.kind in waits)
@@ -52,7 +54,7 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
     return simulate(prove(Schedule("written", problem.placement, rows), problem), problem.costs)
 
 
-# ---- Published figures and closed forms
+# --- published figures and closed forms
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
 def test_bubbles_of_the_zero_bubble_paper(
     p: int, m: int, f: float, i: float, w: float, comm: float, one_f_one_b: float, zb_h1: float
 ) -> None:
-    """The simulated bubbles are those of the zero-bubble paper: tables 5 and 6 of Qi et al. 2024,
-    with measured passes and the predicted bubble of the span."""
+    """The simulated bubbles are those of the zero-bubble paper (Qi et al. 2024, tables 5 and 6):
+    its measured passes, and its predicted bubble of the span."""
     problem = line_problem(p, m, f, i, w, comm)
     assert round(simulated("1f1b", problem).bubble_share_span, 4) == one_f_one_b
     assert round(simulated("zb-h1", problem).bubble_share_span, 4) == zb_h1
@@ -99,7 +101,7 @@ def test_bubble_of_zb_h1(p: int, m: int, f: int, i: int, w: int) -> None:
     assert timeline.span == m * (f + i + w) + (p - 1) * (f + i - w)
 
 
-# ---- Drawings by hand
+# --- tables drawn by hand
 
 
 def test_communication_of_1f1b() -> None:
@@ -127,8 +129,8 @@ def test_i_lets_the_gradient_go_before_w() -> None:
 
 
 def test_messages_of_a_channel_follow_one_another() -> None:
-    """Messages of a channel follow one another: a message takes three units and waits for the one
-    before it, in order."""
+    """Messages of a channel follow one another: each takes three units and waits for the one before
+    it."""
     problem = line_problem(2, 3, comm=3)
     timeline = simulated_rows(
         """
@@ -158,7 +160,8 @@ RECEIVED_LATE = """
 
 
 def test_rendezvous() -> None:
-    """A message waits for its receiver: without a receive posted ahead, rank 1 has to wait."""
+    """A message waits until its receiver has posted the receive. If it is not posted ahead, rank 1
+    has to wait for the message."""
     problem = line_problem(2, 2, comm=1)
     assert drawn(simulated_rows(RECEIVED_AHEAD, problem), messages=True) == table(
         """
@@ -179,8 +182,8 @@ def test_rendezvous() -> None:
 
 
 def test_neighbours_on_one_rank_send_nothing() -> None:
-    """Neighbouring stages on one rank send nothing. On a V on two ranks, stages 1 and 2 share rank
-    0, and no message lies between them."""
+    """Neighbouring stages on one rank exchange no messages. In a V placement on two ranks, stages 1
+    and 2 are both on rank 0."""
     placement = Placement("v", (1, 0, 0, 1))
     problem = Problem(placement, 1, uniform(placement, 2, 2, 2, 1))
     timeline = simulated_rows(
@@ -201,8 +204,8 @@ def test_neighbours_on_one_rank_send_nothing() -> None:
 
 
 def test_makespan_and_span() -> None:
-    """Makespan and span differ if ranks begin and end one after the other: each is busy during all
-    of its span."""
+    """Makespan and span differ if ranks begin and end one after the other. Here each rank is busy
+    during its whole span."""
     problem = line_problem(3, 4, forward_only=True)
     timeline = simulated("gpipe", problem)
     assert drawn(timeline) == table(
@@ -227,7 +230,7 @@ def test_work_is_the_mean_over_ranks() -> None:
     assert timeline.bubble_share_makespan == 0.5
 
 
-# ---- Any schedule
+# --- any schedule
 
 
 @settings(PROPERTY, max_examples=60)
@@ -243,7 +246,7 @@ def test_every_need_is_respected(case: Case) -> None:
     assert len(events) == len(timeline.events)
 
     def made(stage: int, kinds: tuple[Kind, ...], k: int, rank: int) -> float:
-        """When what the first of ``kinds`` makes is on ``rank``."""
+        """Return when the output of the first of ``kinds`` arrives on ``rank``."""
         end = next(events[a].end for kind in kinds if (a := Action(stage, kind, k)) in events)
         return end + (costs.links.p2p_seconds if rank_of[stage] != rank else 0)
 
@@ -291,7 +294,7 @@ def test_waits_cost_nothing(case: Case) -> None:
             assert event.start == pytest.approx(without.times[event.action][0]), event
 
 
-# ---- The summary
+# --- the summary
 
 
 def test_summary() -> None:
@@ -326,8 +329,8 @@ def test_summary_tells_how_many_run_in_pairs() -> None:
 
 
 def test_summary_compares_with_1f1b_of_the_same_work() -> None:
-    """The summary compares with 1F1B of the same work: a rank's two chunks become one stage of
-    twice the cost."""
+    """The summary compares a schedule with 1F1B of the same work: the two chunks of a rank become
+    one stage of twice the cost."""
     placement = Placement("loop", (0, 1, 0, 1))
     problem = Problem(placement, 4, uniform(placement, 2, 4, 6))
     stock = stock_1f1b(problem)

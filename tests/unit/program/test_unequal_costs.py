@@ -1,4 +1,5 @@
-"""Steps of unequal microbatches: what the simulator says of the same passes, one by one."""
+"""Tests of steps of unequal microbatches, against the simulator that runs the same passes one by
+one."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def test_equal_microbatches_take_what_the_simulator_says(spec: str) -> None:
 
 @pytest.mark.parametrize(("spec", "slices"), [("1f1b", 1), ("zb-v", 1), ("1f1b", 2)])
 def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> None:
-    """Every pass of a microbatch takes its cost. The reference is a loop over actions for each of
-    the replicas, of which the slowest counts."""
+    """Every pass of a microbatch takes as long as the microbatch's cost says. The reference is a
+    loop over the actions of each replica; the slowest replica counts."""
     here = program(spec, 4, 8, slices=Slices(slices, Lengths.EVEN))
     costs = np.random.default_rng(1).lognormal(0, 0.5, 16)
     rows = arranged(costs, 2, deal=True)
@@ -60,15 +61,16 @@ def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> No
 
 
 def test_on_one_rank_a_step_takes_the_sum_of_the_slowest_replica() -> None:
-    costs = np.array([[9.0, 1, 8, 2, 7, 3, 6, 4]])  # in order of arrival 30 and 10
+    # in order of arrival the replicas take 30 and 10
+    costs = np.array([[9.0, 1, 8, 2, 7, 3, 6, 4]])
     made = with_unequal_microbatches(program("1f1b", 1, 4), dict.fromkeys(PASSES, costs), 2)
     assert (made.arrival, made.ordered) == (30 * 30, 30 * 30)
     assert made.dealt == 30 * 20
 
 
 def test_kinds_of_their_own_costs() -> None:
-    """Kinds of passes may have their own costs by microbatch, and only the given kind is stretched:
-    with twice the forward passes, a microbatch takes f once more."""
+    """Each kind of pass may have its own cost for each microbatch, and only the given kinds take
+    longer: with forward passes twice as long, each microbatch takes F once more."""
     steps = UnequalSteps(program("1f1b", 1, 4))
     kind = next(kind for kind in PASSES if kind.name == "FORWARD")
     assert steps.makespan({kind: np.full(4, 2.0)}, np.arange(4)[None]) == 4 * (2 * 10 + 20)
@@ -86,8 +88,8 @@ def test_drawn_tokens_have_the_deviation_that_is_written() -> None:
 
 
 def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
-    """A file has the costs of microbatches step after step. A line has the lengths of the documents
-    in a microbatch, or its cost."""
+    """A file of costs has the microbatches of one step after another. A line has the lengths of the
+    documents in a microbatch, or its cost."""
     file = tmp_path / "costs.txt"
     file.write_text("2\n4\n6\n8\n\n100\n")
     made = parse_microbatch_costs(str(file), 2)
@@ -99,8 +101,8 @@ def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
 
 
 def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
-    """Loads of documents are relative to those of whole sequences: two samples of 4 tokens each;
-    padding belongs to the last document."""
+    """The loads of documents are relative to those of whole sequences: here two samples of 4 tokens
+    each. Padding belongs to the last document."""
     file = tmp_path / "lengths.txt"
     file.write_text("4 4\n4 2 1\n")
     made = read_loads(file, BatchSize(1, 2, 2, 4))
@@ -113,12 +115,14 @@ def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
 
 
 def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) -> None:
-    """A prompt of 4 tokens and answers of 2 and 3, and the same sequences apart."""
+    """Answers that share a prompt count the prompt once: a prompt of 4 tokens with answers of 2 and
+    3, and the same as two sequences."""
     file = tmp_path / "groups"
     file.write_text("4+2+3\n6, 7\n")
     made = read_loads(file, BatchSize(2, 1, 1, 16))
     assert made.tokens.tolist() == [[9 / 16, 13 / 16]]
-    # Pairs of tokens that attend to one another: 4 x 4 / 2 of the prompt, 2 x 4 + 2 x 2 / 2, ...
+    # The pairs of tokens that attend to one another: 4 x 4 / 2 of the prompt, 2 x 4 + 2 x 2 / 2,
+    # ...
     pairs = 16 / 2 + (2 * 4 + 4 / 2) + (3 * 4 + 9 / 2)
     assert made.squares.tolist() == [[2 * pairs / 256, (36 + 49) / 256]]
     padded = read_loads(file, BatchSize(2, 1, 1, 16, is_padded=True))
@@ -129,8 +133,8 @@ def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) ->
 
 
 def test_attention_alone_grows_with_squares(tmp_path: Path) -> None:
-    """Only attention grows with the squares of lengths: by its share of F, and of I and W together,
-    all of it in I."""
+    """Only attention grows with the squares of lengths. Its share of F does, and the same share of
+    I and W together, all of it in I."""
     file = tmp_path / "lengths.txt"
     file.write_text("4\n2 2\n")
     loads = read_loads(file, BatchSize(1, 2, 1, 4))
@@ -180,9 +184,12 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
 
 
 def test_files_are_of_the_better_program_at_the_places(tmp_path: Path) -> None:
-    """simulate writes files of the better program at the microbatches' places: boxes are as wide as
-    their cost, the trace has the mean costs of the places, and the table is of the program that is
-    kept."""
+    """The files that ``simulate`` writes are of the better program, with the microbatches where it
+    puts them.
+
+    The boxes of the trace are as wide as the mean costs of their places, and the table has the
+    program that is kept.
+    """
     line = ["simulate", "v-half", "--pp", "2", "-m", "4", "--costs", COSTS]
     files = ["--perfetto", str(tmp_path / "trace.json"), "--csv", str(tmp_path / "rows.csv")]
     equal = run(*line, "--csv", str(tmp_path / "equal.csv"), "--json")

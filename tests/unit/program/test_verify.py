@@ -1,4 +1,5 @@
-"""The proof: what it refuses, in which words, and that it refuses exactly what cannot run."""
+"""Tests of the proof of a program: what it refuses, with which message, and that it refuses exactly
+the programs that cannot run."""
 
 import copy
 import pickle
@@ -64,7 +65,7 @@ def test_the_good_ones_below_are_good(name: str, text: str) -> None:
     assert prove(on_line(text), PROBLEM).schedule.rows == program(name, PROBLEM).schedule.rows
 
 
-# In a good schedule one piece of text gives way to another; what the refusal says and names.
+# In a good schedule a piece of text is replaced; the case has the refusal's text and its actions.
 REFUSALS = {
     "compute missing": (
         FUSED, "0F1 0SEND_F1", "0SEND_F1",
@@ -155,8 +156,8 @@ def test_refusal(case: str) -> None:
 
 
 def test_cyclic_wait_of_passes_is_shown() -> None:
-    """A cyclic wait of passes is shown. Rank 0 waits for a gradient before it sends 1F1's input,
-    which rank 1 needs before that gradient."""
+    """The error shows a cyclic wait of passes: rank 0 waits for a gradient before it sends the
+    input of 1F1, which rank 1 needs before it computes that gradient."""
     error = refusal(
         on_line(
             """
@@ -174,8 +175,8 @@ def test_cyclic_wait_of_passes_is_shown() -> None:
 
 
 def test_cyclic_wait_of_blocking_sends_is_shown() -> None:
-    """A cyclic wait of blocking sends is shown. Each rank waits until its send has ended before it
-    posts the receive of the other's."""
+    """The error shows a cyclic wait of blocking sends: each rank waits until its send has ended
+    before it posts the receive of the other's."""
     error = refusal(
         on_line(
             """
@@ -216,13 +217,14 @@ def test_a_schedule_for_another_number_of_microbatches() -> None:
     assert error.actions == (parse_action("0F1"),)
 
 
-# ---- Evaluation
+# --- evaluation
 
 
 def test_an_evaluation_does_nothing_but_forwards() -> None:
-    """A training step that was proved as an evaluation would change the weights' gradients.
+    """An evaluation that runs anything but forward passes is refused.
 
-    Once it was accepted: nothing was missing and nothing done twice.
+    A training step used to be accepted as an evaluation, as no action was missing and none came
+    twice. It would change the gradients of the weights.
     """
     error = refusal(on_line(FUSED), replace(PROBLEM, forward_only=True))
     assert "0RECV_B0" in str(error)
@@ -230,7 +232,8 @@ def test_an_evaluation_does_nothing_but_forwards() -> None:
 
 
 def test_half_a_message_in_an_evaluation() -> None:
-    """Half a message in an evaluation is refused. It was a KeyError."""
+    """An evaluation in which a message has only one end is refused. It used to end in a
+    KeyError."""
     evaluation = replace(PROBLEM, forward_only=True)
     good = program("gpipe", evaluation).schedule
     prove(good, evaluation)
@@ -238,11 +241,11 @@ def test_half_a_message_in_an_evaluation() -> None:
     assert refusal(replace(good, rows=rows), evaluation).actions == (parse_action("1SEND_B0"),)
 
 
-# ---- The order of the data
+# --- the order of the data
 
-# A stage's n-th forward pass reads the n-th microbatch of its own iterator. A table whose stages
-# took them in different orders was called valid; tokens met other microbatches' labels, and the
-# training learned nothing, without a word.
+# The n-th forward pass of a stage reads the n-th microbatch of the stage's own iterator. A table
+# whose stages read microbatches in different orders used to be accepted: tokens met the labels of
+# other microbatches, and the training learned nothing, without an error.
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -260,8 +263,8 @@ def test_stages_that_read_their_data_in_different_orders(forward_only: bool) -> 
 
 
 def test_one_order_of_the_data_may_be_any() -> None:
-    """All stages must have one order of the data, whatever it is: backward passes may overtake one
-    another, and forward passes only in the same way on all stages."""
+    """All stages must read microbatches in the same order, but any order will do. Backward passes
+    may overtake one another; forward passes only if they do so on all stages."""
     good = on_line("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1")
     proved = prove(with_messages(good, PROBLEM), PROBLEM)
     assert runs_to_end(proved.schedule, PROBLEM)
@@ -277,7 +280,8 @@ def test_a_rank_reads_in_one_order_for_each_of_its_stages() -> None:
 
 
 def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
-    """With a divided vocabulary the first stage's data are read when its tokens are sent."""
+    """If the vocabulary is split over the ranks, tokens are sent in the order of the forward
+    passes. The first stage then reads its data when it sends the tokens."""
     problem = line_problem(2, 2).with_options(vocab_parallel=VocabularyParallel.TWO)
     good = program("1f1b", problem)
 
@@ -290,7 +294,7 @@ def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
     assert "number 1 of stage 0" in str(error)
 
 
-# ---- Memory
+# --- memory
 
 
 def with_bytes(activation: float, weight_inputs: float) -> Problem:
@@ -301,7 +305,7 @@ def with_bytes(activation: float, weight_inputs: float) -> Problem:
 
 
 def test_limit_in_microbatches() -> None:
-    """A limit in microbatches is checked: 1F1B stores two microbatches on rank 0, from 0F1 on."""
+    """A limit in microbatches is checked. On rank 0, 1F1B holds two microbatches from 0F1 on."""
     prove(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=2)))
     error = refusal(on_line(FUSED), replace(PROBLEM, memory_limit=MemoryLimit(microbatches=1.5)))
     assert error.actions == (parse_action("0F1"),)
@@ -310,8 +314,8 @@ def test_limit_in_microbatches() -> None:
 
 
 def test_limit_in_bytes() -> None:
-    """A limit in bytes is checked: rank 1 of zb-h1 stores, after 1I1, the inputs of W of both
-    microbatches: 6 GiB; rank 0 stores 5 at most."""
+    """A limit in bytes is checked. After 1I1, rank 1 of zb-h1 holds the inputs of W of both
+    microbatches, 6 GiB; rank 0 holds 5 GiB at most."""
     problem = with_bytes(2.5 * 2**30, 3 * 2**30)
     prove(on_line(SPLIT), replace(problem, memory_limit=MemoryLimit(bytes=6 * 2**30)))
     limited = replace(problem, memory_limit=MemoryLimit(bytes=int(5.75 * 2**30)))
@@ -327,7 +331,7 @@ def test_limit_in_bytes_needs_bytes() -> None:
         prove(on_line(FUSED), limited)
 
 
-# ---- Programs
+# --- programs
 
 
 def test_only_prove_makes_programs() -> None:
@@ -337,8 +341,8 @@ def test_only_prove_makes_programs() -> None:
 
 
 def test_a_program_cannot_be_given_another_schedule() -> None:
-    """A proved program cannot be given another schedule. `dataclasses.replace` took the seal of the
-    proved one along."""
+    """A proved program cannot be given another schedule. `dataclasses.replace` used to copy the
+    seal of the proved program to a schedule that was never proved."""
     proved = prove(on_line(FUSED), PROBLEM)
     with pytest.raises((TypeError, ValueError)):
         replace(proved, schedule=on_line(FUSED))  # type: ignore[call-arg]
@@ -382,7 +386,7 @@ def test_a_refusal_travels_between_processes() -> None:
     assert (str(copied), copied.actions) == (str(error), error.actions)
 
 
-# ---- Any schedule
+# --- any schedule
 
 
 @PROPERTY
@@ -396,8 +400,8 @@ def test_transforms_keep_a_good_schedule_good(case: Case) -> None:
 @PROPERTY
 @given(seeds)
 def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
-    """Some evaluations once hung, because a transform had added waits at places that no proof
-    covered."""
+    """Transforms keep a sound evaluation sound. Some evaluations used to hang, as a transform added
+    waits where no proof covered them."""
     random = Random(seed)
     placement = random_placement(random)
     microbatches = random.randint(1, 12)
@@ -415,10 +419,10 @@ def test_transforms_keep_a_good_evaluation_good(seed: int) -> None:
 
 
 def test_an_evaluation_with_a_rank_far_ahead() -> None:
-    """An evaluation with a rank far ahead runs. Waits for sends made it hang.
+    """An evaluation in which one rank runs far ahead is sound. It used to hang at waits for sends.
 
-    Rank 0 runs stage 0 for all microbatches before stage 2; rank 1 takes what it gets of stage 0
-    one by one, and in between what comes of stage 2 by way of rank 2.
+    Rank 0 runs stage 0 for all microbatches and only then stage 2. Rank 1 takes the outputs of
+    stage 0 one by one, and between them those of stage 2, which arrive by way of rank 2.
     """
     m = 12
     schedule = written(
@@ -448,7 +452,7 @@ def refusal_or_none(schedule: Schedule, problem: Problem) -> InvalidSchedule | N
 
 
 def verdict_of(error: InvalidSchedule | None) -> str:
-    """The verdict of ``prove``, in one of four words."""
+    """Return the verdict of ``prove``: "runs", "refused", "hangs" or "hangs on a device"."""
     if error is None:
         return "runs"
     if "it would hang on a device" in str(error):
@@ -457,7 +461,7 @@ def verdict_of(error: InvalidSchedule | None) -> str:
 
 
 def assert_verdict_is_right(schedule: Schedule, problem: Problem) -> None:
-    """``prove`` and the independent simulation agree on ``schedule``."""
+    """Assert that ``prove`` and the independent simulation agree on ``schedule``."""
     ran, held_up = run(schedule, problem), run(schedule, problem, held_up=True)
     error = refusal_or_none(schedule, problem)
     verdict = verdict_of(error)
@@ -494,7 +498,7 @@ def damaged(case: Case, seed: int) -> Schedule:
 
 
 def disordered(case: Case, seed: int) -> Schedule:
-    """Two passes of a rank change places before there are messages."""
+    """Swap two passes of a rank before messages are added."""
     random = Random(seed)
     rows = [list(row) for row in case.schedule.rows]
     row = random.choice(rows)
@@ -522,8 +526,8 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 
 
 def test_damage_is_of_all_sorts() -> None:
-    """Random damage of schedules is of all sorts. The two properties above would be empty if no
-    damaged schedule ran, or none hung."""
+    """Random damage yields schedules of all four verdicts. If no damaged schedule ran, or none
+    hung, the two properties above would test nothing."""
     kinds = ("runs", "refused", "hangs", "hangs on a device")
     counts: Counter[str] = Counter()
     for seed in range(500):
@@ -536,8 +540,8 @@ def test_damage_is_of_all_sorts() -> None:
 
 
 def test_a_file_that_would_hang_is_refused_and_not_crashed_on() -> None:
-    """A schedule file that would hang is refused without a crash, with every transform between the
-    file and the proof."""
+    """A schedule file that would hang is refused without a crash, through every transform between
+    the file and the proof."""
     order = on_line("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     resolved = replace(choose("1f1b"), spec="order.csv", build=lambda problem: order)
     with pytest.raises(InvalidSchedule, match="it would hang: 0RECV_B0 waits for "):

@@ -1,4 +1,4 @@
-"""Composition of a step from ranks that ran alone."""
+"""Tests of a step that is composed from ranks that ran alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def program_of(spec: str, ranks: int = 4, microbatches: int = 8, comm: float = 1
 
 
 def stages_of(program: Program) -> list[str]:
-    """A description of each stage: the ends differ from all others."""
+    """Return a description of each stage; only the first and the last one differ from the
+    others."""
     last = program.schedule.placement.last
     return ["first", *["middle"] * (last - 1), "last"]
 
@@ -49,7 +50,7 @@ def classes(program: Program) -> tuple[RankClass, ...]:
 def record_of(
     program: Program, rank: int, seconds: Callable[[Action], float], *, between: float = 0.0
 ) -> RankRecord:
-    """Return the record of ``rank``, which runs its passes one behind the other."""
+    """Return the record of ``rank``, which runs its passes one after the other."""
     now, passes = 100.0, []
     for action in program.schedule.rows[rank]:
         if is_compute(action):
@@ -69,7 +70,8 @@ def records_of(
 
 
 def by_microbatch(program: Program) -> Costs:
-    """Passes that differ by their stage's class, and by +-10 % by microbatch; free messages."""
+    """Return costs whose passes differ by the class of their stage, and by up to 10 % by
+    microbatch; messages take no time."""
     draws = random.Random(1)
     of_class = {"first": 0.9, "middle": 1.0, "last": 1.25}
     stages = [of_class[one] for one in stages_of(program)]
@@ -94,7 +96,8 @@ def test_the_step_is_as_long_as_if_each_rank_had_been_measured(spec: str) -> Non
 
 
 def test_messages_are_in_no_measured_figure() -> None:
-    """Seconds of messages are estimated, so a slow link must not change the composed step."""
+    """No measured figure contains messages. Their seconds are estimated, so a slow link does not
+    change the composed step."""
     near, far = (program_of("zb-h1", comm=comm) for comm in (0.0, 20.0))
     made = [
         compose(program, classes(program), records_of(program, near.problem.costs.of))
@@ -106,7 +109,8 @@ def test_messages_are_in_no_measured_figure() -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-v", "interleaved-zb"])
 def test_messages_have_the_times_of_the_composed_step(spec: str) -> None:
-    """Each end of a channel has them in its rank's order."""
+    """Messages have the times of the composed step, and each end of a channel has them in the order
+    of its rank."""
     program = program_of(spec, comm=0.0)
     costs = by_microbatch(program)
     step = compose(program, classes(program), records_of(program, costs.of))
@@ -132,8 +136,11 @@ def test_a_replay_has_the_seconds_of_its_passes_and_none_of_its_waits() -> None:
 
 
 def test_the_wait_before_a_replays_first_pass_is_no_time_outside_of_passes() -> None:
-    """A replayed step of a late rank begins with the wait for its first message, which a composed
-    step counted as optimizer time too."""
+    """The wait before the first pass of a replay is not counted as time outside of passes.
+
+    A replayed step of a late rank begins with the wait for its first message. A composed step used
+    to count it as time of the optimizer.
+    """
     program = program_of("1f1b")
     alone = records_of(program, program.problem.costs.of)
     late = {
@@ -159,8 +166,8 @@ def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
 
 
 def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
-    """Ranks that recompute are a class of their own: rank 1 has the pass R and rank 2 has not,
-    though their stages are equal."""
+    """Ranks that recompute are a class of their own: rank 1 has the pass R and rank 2 does not,
+    although their stages are equal."""
     resolved = choose("zb-h1")
     placement = resolved.place(4)
     options = ScheduleOptions(recompute=Recompute(first=2))
@@ -199,13 +206,13 @@ def test_ranks_with_equal_stages_run_once(spec: str, ranks: int, number: int) ->
 def test_the_fullest_rank_of_a_class_runs() -> None:
     program = program_of("1f1b", ranks=5)
     made = classes_of(program.schedule, stages_of(program), [9, 1, 3, 2, 9])
-    assert [one.rank for one in made] == [2, 0, 4]  # those that send both ways first
+    assert [one.rank for one in made] == [2, 0, 4]  # ranks that send in both directions come first
     assert [one.sends_both for one in made] == [True, False, False]
 
 
 def test_megatrons_own_ranks_wait_as_megatron_does() -> None:
-    """A composed step of Megatron's own schedule waits as Megatron does. It was composed as if our
-    executor ran it."""
+    """In a composed step of Megatron's own schedule, ranks wait as Megatron does. The step used to
+    be composed as if this project's executor ran it."""
     ours = program_of("interleaved:vpp=2", microbatches=16, comm=0.0)
     problem = replace(ours.problem, stock=STOCK_EXECUTOR)
     stock = prove_built(ours.schedule, problem)

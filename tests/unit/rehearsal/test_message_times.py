@@ -1,7 +1,7 @@
-"""Messages of a replayed rank move when the composed step says.
+"""Tests that the messages of a replayed rank move at the times of the composed step.
 
-The kernel that holds thread blocks has run on no GPU. Shown are what it is started with, and that
-CUDA's assembler takes it.
+The kernel that occupies thread blocks has not run on a GPU. The tests show the arguments of its
+launch, and that CUDA's assembler accepts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMES = {"SEND_F 0>1": (0.25, 0.5), "SEND_B 1>0": (0.75,)}
 
 
 class Clock:
-    """Clock of a device that notes its calls."""
+    """Clock of a device that records its calls."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -70,7 +70,8 @@ def test_a_batch_has_moved_with_its_last_message(clock: Clock) -> None:
 def test_a_message_holds_the_blocks_of_its_communicator(
     clock: Clock, ctas: int, max_ctas: int | None, blocks: int
 ) -> None:
-    """NCCL rounds a limit up to a power of two, and takes no more than its links need."""
+    """A message occupies as many blocks as its communicator has CTAs. NCCL rounds a limit up to a
+    power of two, and takes no more CTAs than its links need."""
     for has_blocks in (True, False):
         times = MessageTimes(ReplayRequest(TIMES, ctas, has_blocks), is_on_gpu=True)
         times.begin_step(is_timed=True)
@@ -137,8 +138,8 @@ def test_the_kernel_is_started_with_blocks_and_a_time(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas to assemble the kernel")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_a_block_owns_its_multiprocessor_or_leaves_it(architecture: str, tmp_path: Path) -> None:
-    """A block takes nearly all of the 65,536 registers, so no other block fits next to it; without
-    blocks, the one warp takes less than a hundredth."""
+    """A block takes nearly all of the 65,536 registers of a multiprocessor, so no other block fits
+    next to it. Without blocks, the kernel's one warp takes less than a hundredth of them."""
     (tmp_path / "hold.ptx").write_text(holding_kernel.kernels())
     ended = subprocess.run(
         ["ptxas", "-v", f"-arch={architecture}", "hold.ptx", "-o", "hold.cubin"],

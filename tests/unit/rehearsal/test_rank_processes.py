@@ -1,4 +1,5 @@
-"""Processes of rehearsed ranks: whether CUDA was used before a fork, and how a rank fails."""
+"""Tests of the processes of rehearsed ranks: whether CUDA was used before a fork, and how a rank
+fails."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from megatron_ext.rehearsal.request import FAILURE, RankRequest, save_request
 
 
 def test_an_open_device_is_a_use_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An open device counts as a use of CUDA. A library may use the driver without torch, and
-    forked ranks then ended in CUDA errors."""
+    """An open NVIDIA device counts as a use of CUDA. A library may use the driver without torch,
+    and forked ranks then used to end in CUDA errors."""
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False))
     )
@@ -31,9 +32,11 @@ def test_an_open_device_is_a_use_of_cuda(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_nvml_is_no_use_of_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML is no use of CUDA. Megatron calls torch.cuda.is_available as it is imported. That
-    initialised the driver, so that each rank would have started anew; NVML, which torch is told to
-    use, opens the same devices."""
+    """NVML is no use of CUDA, although it opens the same devices.
+
+    Megatron calls torch.cuda.is_available when it is imported. This used to initialise the driver,
+    so that each rank had to start as a new process; torch is now told to use NVML instead.
+    """
     driver = SimpleNamespace(cuDeviceGetCount=lambda count: 3)
     monkeypatch.setattr(server.ctypes, "CDLL", lambda name: driver)
     (tmp_path / "7").symlink_to("/dev/nvidiactl")

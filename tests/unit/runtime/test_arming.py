@@ -1,4 +1,4 @@
-"""When steps are taken before they are validated."""
+"""Tests of when the optimizer steps before its step is validated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_ext.features.post_validation.runtime.arming import WINDOW, History
 
 
 def history(steps: str) -> History:
-    """``.`` is a quiet step, ``x`` one that was clipped or skipped."""
+    """Return a history in which ``.`` is a quiet step and ``x`` one that was clipped or skipped."""
     known = History()
     for step in steps:
         known = known.then(step == ".")

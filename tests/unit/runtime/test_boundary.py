@@ -1,4 +1,4 @@
-"""Shapes of messages between stages."""
+"""Tests of the shapes of messages between stages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_ext.schedule.action import Action, Kind, Slice
 def test_messages_behind_multi_token_prediction_have_its_hidden_states(
     stage: int, kind: Kind, length: int
 ) -> None:
-    """Messages behind multi-token prediction have the hidden states of its depths, of which two are
-    on stage 1 of 3."""
+    """With multi-token prediction, messages contain the hidden states of its depths, two of which
+    are computed on stage 1 of 3."""
     boundary = Boundary((4, 2, 8), torch.float32, states=(1, 3, 3))
     assert boundary.shape_of(Action(stage, kind, 5)) == (length, 2, 8)
 

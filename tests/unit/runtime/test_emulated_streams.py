@@ -1,4 +1,5 @@
-"""Streams emulated on the CPU (`tests.helpers.streams`): what must be found is, and no more."""
+"""Tests of the streams that `tests.helpers.streams` emulates on the CPU: they report each missing
+wait, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Emulated(SimpleNamespace):
-    """An emulated device, with its names of torch.cuda."""
+    """An emulated device and its replacements for the names of torch.cuda."""
 
     device: Device
     groups: EmulatedGroups
@@ -128,10 +129,13 @@ def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
 
 @pytest.mark.parametrize("foreign", ["a mock", "of another device"])
 def test_a_stream_of_another_device_is_refused(cuda: Emulated, foreign: str) -> None:
-    """A stream of another device is refused. Megatron's dispatcher of tokens stores its stream in a
-    class. An earlier test of the same process had built a model under a mock of
-    `torch.cuda.Stream`. The mock's waits did nothing, and as an index it stood for stream 1: the
-    emulated streams reported wrong findings, and missed others."""
+    """A stream of another device is refused.
+
+    Megatron's token dispatcher stores its stream in a class. An earlier test of the same process
+    had built a model while `torch.cuda.Stream` was a mock, so the mock stayed there. Its waits did
+    nothing, and as an index it meant stream 1: the emulated streams reported wrong findings and
+    missed others.
+    """
     stream = mock.MagicMock() if foreign == "a mock" else cuda_names(Device())["Stream"]()
     for use in (
         lambda: cuda.stream(stream),
@@ -250,9 +254,9 @@ def test_a_host_buffer_that_ends_while_it_is_copied(cuda: Emulated, waits: bool)
 
 
 def test_nodes_run_on_the_stream_of_their_forward_operation(cuda: Emulated) -> None:
-    """Nodes of autograd run on the stream of their forward operation. The product's gradient is
-    computed on the side stream, after the sum's, and at the end the caller's stream waits for the
-    leaf."""
+    """Autograd nodes run on the stream of their forward operation. The gradient of the product is
+    computed on the side stream after that of the sum, and at the end the caller's stream waits for
+    the leaf."""
     side = cuda.Stream()
     x = torch.ones(2, requires_grad=True)
     side.wait_stream(cuda.main)
@@ -292,8 +296,8 @@ def test_two_gradients_are_added_where_they_are_taken(cuda: Emulated) -> None:
 
 
 def test_what_a_node_does_beside_its_stream_is_nobodys_wait(cuda: Emulated) -> None:
-    """Work of a node outside its stream has no wait: the engine does not know of a stream that a
-    backward function uses by itself."""
+    """If a backward function switches to another stream by itself, no stream waits for that work,
+    as autograd does not know of it."""
     side = cuda.Stream()
 
     class Doubled(torch.autograd.Function):
@@ -357,8 +361,8 @@ def test_a_collective_has_ended_for_the_stream_that_waits(waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_of_a_message(waits: bool) -> None:
-    """Memory of a message must not be freed before its wait, or others get it. The work keeps
-    tensors alive, but not memory that is resized."""
+    """The memory of a message must not be freed before its wait. The work object keeps its tensors
+    alive, but not the memory of a storage that is resized."""
 
     def run(cuda: Emulated) -> list[str]:
         x = torch.ones(2)
@@ -377,8 +381,11 @@ def test_memory_of_a_message(waits: bool) -> None:
 
 
 def test_operations_count_while_another_thread_is_in_gloo(cuda: Emulated) -> None:
-    """Operations count while another thread is in gloo. A thread that passed post-validation's
-    verdict on hid the operations of the passes at the same time, or all later ones."""
+    """Operations are checked while another thread is in gloo.
+
+    A thread that passed on the verdict of post-validation used to hide the operations of passes
+    that ran at the same time, or all later ones.
+    """
     has_begun, may_end = threading.Event(), threading.Event()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""How much host memory is free, and what offload plans to take."""
+"""Tests of how much host memory is free, and how much activation offload plans to use."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ ROW = tuple(
 
 @pytest.fixture(autouse=True)
 def no_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of these tests are round."""
+    """Set the allowance to 1, so that the figures of these tests are round."""
     monkeypatch.setattr(host_memory, "_ALLOWANCE", 1)
 
 
 def machine(root: Path, limits: dict[str, str], used: int = 0, cached: int = 0) -> Path:
-    """A file system with 100 KiB available, and a process in the control group /job/step."""
+    """Write a file system of a machine with 100 KiB available and a process in the control group
+    /job/step."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:     100 kB\n")
     (root / "proc/self/cgroup").write_text("0::/job/step\n")
@@ -75,8 +76,11 @@ def test_what_is_planned() -> None:
 
 
 def test_buffers_are_a_little_larger_than_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host buffers are a little larger than estimated. Small tensors are in no estimate: buffers
-    that were 3 % too small had a whole first step copy to pages that are not pinned."""
+    """Host buffers are a little larger than the estimate.
+
+    The estimate has no small tensors. With buffers that were 3 % too small, the whole first step
+    copied to memory that is not pinned.
+    """
     monkeypatch.undo()
     planned = planned_bytes(ROW, COSTS)
     assert planned is not None and 1.05 < planned / (2 * 2**30 + 2**20) < 1.1
@@ -109,10 +113,12 @@ def test_the_ranks_of_a_host_count_together(
 
 
 def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that later programs add is counted by host. A rank may count alone, since pipelines
-    without common communication reach other programs at other steps: all ranks waited for those
-    that did not come. Memory that is in use by then is no longer free, and must not be counted
-    twice."""
+    """The memory that later programs add is counted for each host.
+
+    A rank may count alone, since pipelines that do not communicate with one another reach other
+    programs at other steps; all ranks used to wait for those that did not come. Memory that is
+    already in use is no longer free, and is not counted twice.
+    """
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
     more = (
         *ROW[:2],
@@ -140,14 +146,17 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
     assert first[0] == second[0]
     assert first[1].startswith("offload: 3 GiB of host memory on this rank") and first[2] == ""
     assert second[1].startswith("node7: its ranks need 6 GiB of host memory")
-    assert second[2] == second[1]  # what was refused is still too much
+    assert second[2] == second[1]  # a refused program is still too large
 
 
 @pytest.mark.parametrize("has_store", [True, False])
 def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused program takes no host memory. It stayed counted: the next one that was too large
-    was accepted, and in a race one that fitted was refused. A program that was accepted here but
-    ran nowhere stayed counted too."""
+    """A refused program takes no host memory.
+
+    It used to stay counted: the next program that was too large was accepted, and in a race one
+    that fitted was refused. A program that this rank accepted but that ran on no rank stayed
+    counted too.
+    """
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * 2**30)
     if has_store:
         monkeypatch.setattr(host_memory, "store_of_all", dist.HashStore)
@@ -170,7 +179,7 @@ def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.Monk
 
 
 def larger(count: int) -> tuple[Action, ...]:
-    """A row with ``count`` microbatches on the host at once, of 1 GiB each."""
+    """Return a row with ``count`` microbatches of 1 GiB each on the host at once."""
     leaving = [parse_action(f"0{kind}{n}") for n in range(count) for kind in ("F", "OFFLOAD_F")]
     return tuple(leaving)
 

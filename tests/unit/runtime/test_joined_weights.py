@@ -1,4 +1,5 @@
-"""Weight gradients of a microbatch's slices, computed as one product over the rows of all."""
+"""Tests of weight gradients of all slices of a microbatch, computed as one product over the rows of
+all slices."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from megatron_ext.runtime.weight_gradients import RowProduct, WeightGradients
 
-SLICES = (4, 5, 6)  # numbers of a microbatch's slices, in the order of the sequence
+SLICES = (4, 5, 6)  # numbers of the slices of a microbatch, in the order of the sequence
 
 
 def filled(waiting: WeightGradients, weights: list[Tensor], made: list[int]) -> list[Tensor]:
-    """Put gradients of ``weights`` into the queue, for each slice from the last, and return what
-    their sums should be. ``made`` gets the number of rows of each product."""
+    """Queue gradients of ``weights`` for each slice, the last one first, and return their expected
+    sums. The number of rows of each product is appended to ``made``."""
     expected = [torch.zeros_like(weight) for weight in weights]
     for number in reversed(SLICES):
         with waiting.collecting(0, number):
@@ -57,7 +58,8 @@ def test_a_weight_that_is_used_twice_has_a_product_for_each_use() -> None:
 
 
 def test_other_gradients_are_added_one_after_the_other() -> None:
-    """A quantised layer's rows have scales of their own, so its gradient is no product of rows."""
+    """Gradients that are no product of rows are added one after the other. The rows of a quantised
+    layer have scales of their own, so its gradient is no such product."""
     waiting, order, quantised = WeightGradients(), list[int](), weight()
 
     def compute(number: int) -> Tensor:
@@ -73,7 +75,8 @@ def test_other_gradients_are_added_one_after_the_other() -> None:
 
 
 def test_inputs_of_all_slices_are_gathered_before_their_product() -> None:
-    """With sequence parallelism each slice's input is gathered while the product before runs."""
+    """With sequence parallelism, the input of each slice is gathered before its product, while the
+    product before it runs."""
     waiting, events = WeightGradients(), list[str]()
 
     def operand(name: str) -> tuple[Tensor]:

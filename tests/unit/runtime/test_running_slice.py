@@ -1,4 +1,5 @@
-"""Keys and values of slices in one buffer: gradients as autograd's own, and nothing held twice."""
+"""Tests of the keys and values of slices in one buffer: gradients are those of autograd, and
+nothing is stored twice."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ TOKENS, WIDTH = 16, 3
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each query to all keys up to its own place: there are as many behind the last query as keys
-    behind the last key."""
+    """Return the attention of each query to all keys up to its own position, if the last query is
+    at the last key."""
     scores = query @ key.T
     visible = torch.ones_like(scores).tril(len(key) - len(query)).bool()
     return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
@@ -32,8 +33,8 @@ def draw(*names: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("lengths", [(16,), (4, 4, 4, 4), (7, 5, 3, 1)])
 @pytest.mark.parametrize("runs_again", [False, True])
 def test_slices_have_the_gradients_of_the_whole(lengths: Sequence[int], runs_again: bool) -> None:
-    """Two microbatches pass two layers in sequence. A recomputed pass writes the same values as
-    before."""
+    """Slices have the gradients of the whole sequence, for two microbatches through two layers. A
+    recomputed pass writes the same values as before."""
     drawn = draw("query", "key", "value", "gradient")
     whole = {name: tensor.clone().requires_grad_() for name, tensor in drawn.items()}
     out = attend(attend(whole["query"], whole["key"], whole["value"]), whole["key"], whole["value"])
@@ -71,7 +72,7 @@ def test_slices_have_the_gradients_of_the_whole(lengths: Sequence[int], runs_aga
 
 def test_what_autograd_holds_does_not_depend_on_their_number() -> None:
     """The memory that autograd stores does not depend on the number of slices. If keys and values
-    were concatenated anew for each slice, 8 slices would store them 4.5 times."""
+    were concatenated for each slice, 8 slices would store them 4.5 times."""
 
     def held(number: int) -> int:
         running, saved = RunningSlice(), {}
@@ -88,7 +89,7 @@ def test_what_autograd_holds_does_not_depend_on_their_number() -> None:
                 own = tuple(tensor[span.begin : span.end] for tensor in drawn.values())
                 with running.running(0, 0, span):
                     key, value = running.attended("layer", own)
-                outputs.append((key * value).sum())  # which saves both
+                outputs.append((key * value).sum())  # this product saves both factors
         return sum(saved.values())
 
     assert {held(number) for number in (1, 2, 4, 8)} == {2 * TOKENS * WIDTH * 8}

@@ -1,4 +1,5 @@
-"""Snapshots of all that a step overwrites: restored bit for bit, from buffers allocated once."""
+"""Tests of snapshots of all that a step overwrites: restored bit for bit, from buffers that are
+allocated once."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 def test_tensors_come_back_bit_for_bit() -> None:
     """A snapshot restores tensors bit for bit: NaNs with a payload, signed zeros, scalars, empty
-    tensors, a view, and a trained one."""
+    tensors, a view and a trained tensor."""
     odd = torch.tensor([0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
     whole = torch.randn(4, 5)
     tensors = [
@@ -36,7 +37,7 @@ def test_tensors_come_back_bit_for_bit() -> None:
     before, rest = [bits(tensor) for tensor in tensors], whole.t()[3:].clone()
     snapshot = Snapshot()
     snapshot.keep(tensors)
-    for _ in range(2):  # it may be put back more than once
+    for _ in range(2):  # it may be restored more than once
         for tensor in tensors:
             tensor.detach().add_(1)
         assert [bits(tensor) for tensor in tensors] != before
@@ -46,8 +47,8 @@ def test_tensors_come_back_bit_for_bit() -> None:
 
 
 def test_mappings_come_back_with_their_keys_objects_and_contents() -> None:
-    """A snapshot restores mappings with their keys, objects and contents. Adam's states appear in
-    its first step; a loss scale is replaced, a step counter incremented."""
+    """A snapshot restores mappings with their keys, objects and contents. Adam adds its states in
+    the first step, a loss scale is replaced, and a step counter is incremented."""
     old, new = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     moment = torch.zeros(2)
     state: dict[Any, Any] = defaultdict(dict, {old: {"exp_avg": moment, "step": 3}})
@@ -105,12 +106,14 @@ def test_what_the_host_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_device_is_chosen_where_its_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot lies on the device if enough memory is free there. Of 80 GiB the driver has 5 GiB
-    free, and 15 GiB that torch reserved have never been active at once: 20 GiB, of which 4 GiB are
-    left alone.
+    """A snapshot is on the device if enough memory is free there.
 
-    The allocated bytes were counted in place of the active ones. They omit messages whose owners
-    have dropped them: 10 GiB here that a copy would have taken from the next step's messages.
+    Of 80 GiB the driver has 5 GiB free, and 15 GiB that torch reserved were never active at once.
+    Of these 20 GiB the snapshot leaves 4 GiB free.
+
+    The choice used to count allocated bytes instead of active ones. Allocated bytes omit messages
+    whose owners have dropped them: 10 GiB here, which the snapshot would have taken from the
+    messages of the next step.
     """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70 * GIB)

@@ -1,4 +1,5 @@
-"""The mathematics of a vocabulary partitioned over shards, in one process, against torch's own."""
+"""Tests of the mathematics of a vocabulary that is split over shards, in one process, against
+torch's own."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Case:
-    """Tables, hidden states and labels; ``spread`` widens the logits."""
+    """Tables, hidden states and labels; ``spread`` widens the range of the logits."""
 
     dtype: torch.dtype
     shards: int
@@ -63,7 +64,8 @@ class Case:
         ]
 
     def divided(self, early: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses, gradient of the hidden states and of the table, shard after shard."""
+        """Return the losses and the gradients of the hidden states and of the table, computed shard
+        after shard."""
         shards = self.parts()
         with torch.no_grad():
             kept = [make_logits(shard, self.hidden_states, self.labels, early) for shard in shards]
@@ -77,7 +79,8 @@ class Case:
         return losses_of(statistics, self.labels, ROWS), gradient, table
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by autograd, with fp32 logits of the product, as in Megatron."""
+        """Return the losses and gradients as autograd computes them, with logits of the product in
+        fp32 as in Megatron."""
         table = self.table.clone().requires_grad_()
         hidden_states = self.hidden_states.clone().requires_grad_()
         logits = (hidden_states @ table.t()).float()
@@ -93,9 +96,11 @@ class Case:
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_losses_are_torchs_to_a_few_ulps(dtype: torch.dtype, shards: int, spread: float) -> None:
-    """Losses of a divided vocabulary are torch's to a few ulps, in fp32 even if logits are not. A
-    loss is a difference, so its errors are relative to the spread of the logits: 4 units in the
-    last place of that."""
+    """Losses of a split vocabulary are torch's to a few ulps, in fp32 even if logits are not.
+
+    A loss is a difference of logits, so its error is relative to their range: 4 units in the last
+    place of that range.
+    """
     case = Case(dtype, shards, spread)
     (losses, _, _), (expected, _, _) = case.divided(False), case.whole()
     assert losses.dtype is torch.float32
@@ -109,10 +114,12 @@ def test_losses_are_torchs_to_a_few_ulps(dtype: torch.dtype, shards: int, spread
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) -> None:
-    """Gradients of a divided vocabulary are compared with autograd's in float64. If autograd in the
-    same type is off by more than two units in the last place, ours may be off by twice as much.
-    This includes sure tokens (a wide spread), whose gradient is a small difference that variant 2
-    as published, P' W - G W, loses."""
+    """Gradients of a split vocabulary are near those of autograd in float64.
+
+    Where autograd in the same type is off by more than two units in the last place, ours may be off
+    by twice as much. The cases include tokens of high probability (a wide spread). Their gradient
+    is a small difference, which variant 2 as published, P' W - G W, loses.
+    """
     case = Case(dtype, shards, spread)
     exact = Case(torch.float64, shards, spread)
     exact.table, exact.hidden_states = case.table.double(), case.hidden_states.double()
@@ -121,7 +128,7 @@ def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) 
     hidden_states = exact.hidden_states.requires_grad_()
     logits = hidden_states @ table.t()
     rounded = (case.hidden_states @ case.table.t()).double()
-    logits = logits + (rounded - logits).detach()  # both are made of what the product gave
+    logits = logits + (rounded - logits).detach()  # both are computed from the rounded product
     losses = functional.cross_entropy(
         logits.flatten(0, 1), case.labels.t().flatten(), reduction="none"
     )
@@ -137,8 +144,8 @@ def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) 
 
 
 def test_a_label_outside_the_vocabulary() -> None:
-    """A label outside the vocabulary is handled as by Megatron, which gives it the loss of the
-    likeliest token, and the gradient of none."""
+    """A label outside the vocabulary is treated as by Megatron: it has the loss of the likeliest
+    token, and no token gets a gradient for it."""
     case = Case(torch.float32, 3)
     case.labels[0, 0], case.labels[1, 1] = -100, ROWS
     losses, _, _ = case.divided(False)
@@ -156,8 +163,8 @@ def test_a_label_outside_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding(dtype: torch.dtype) -> None:
-    """The embedding is looked up to the last bit. The gradient of a token that occurs often is
-    summed in fp32."""
+    """The split embedding returns the same rows, bit for bit. The gradient of a token that occurs
+    often is summed in fp32."""
     case = Case(dtype, 4)
     shards = case.parts()
     tokens = case.labels.clone()
@@ -179,7 +186,8 @@ def test_embedding(dtype: torch.dtype) -> None:
 
 
 def test_main_grad() -> None:
-    """If a data-parallel wrapper has added a ``main_grad``, every gradient is added in fp32."""
+    """If a data-parallel wrapper has added a ``main_grad``, every gradient is added to it in
+    fp32."""
     case = Case(torch.bfloat16, 2)
     case.labels[:, ::2] = 5
     step = 2.0**-20 * (1 + 2.0**-7)  # its multiples have more digits than bfloat16

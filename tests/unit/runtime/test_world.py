@@ -1,7 +1,7 @@
-"""Tests of what ranks tell all others, and what a rank that is alone tells itself.
+"""Tests of values that one rank sends to all others, and of a rank that runs alone.
 
-Under torch's fake backend a rank other than the first waited for what rank 0 tells: the size that
-it had not received was garbage, for which it tried to allocate 94 TB.
+Under torch's fake backend, a rank other than the first used to wait for the values of rank 0. The
+size that it never received was garbage, and it tried to allocate 94 TB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_rank_0_works_for_all_and_its_error_is_everybodys() -> None:
 
 
 def alone(check: Callable[[], None], folder: Path) -> None:
-    """``check()`` on rank 1 of 4, which is alone."""
+    """Run ``check()`` on rank 1 of 4, which runs alone."""
 
     def run() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -60,8 +60,8 @@ def test_a_rank_that_is_alone_works_for_itself(tmp_path: Path) -> None:
 def test_a_rank_that_is_alone_takes_host_memory_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A rank that is alone stands for all ranks of its job, but these are not on its host, so only
-    its own memory counts."""
+    """A rank that runs alone counts only its own host memory. It stands for all ranks of its job,
+    but these are not on its host."""
 
     def check() -> None:
         HostMemory().check(larger(4), COSTS)

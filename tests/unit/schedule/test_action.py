@@ -1,4 +1,4 @@
-"""The text form of actions, and the table of kinds they stand on."""
+"""Tests of the text form of actions, and of the table of kinds."""
 
 import pytest
 from hypothesis import given
@@ -106,8 +106,8 @@ def test_messages_have_two_ends(kind: Kind) -> None:
 
 
 def test_what_is_taken_is_given_back() -> None:
-    """Memory that is allocated is freed: a microbatch leaves none behind, whether it goes back in
-    one pass or in two."""
+    """Memory that passes allocate is freed: a microbatch leaves none allocated, whether its
+    backward is one pass or two."""
     for backward in ([Kind.FULL_BACKWARD], [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]):
         rules = [RULES[kind] for kind in (Kind.FORWARD, *backward)]
         taken = [held for rule in rules for held in rule.acquires]

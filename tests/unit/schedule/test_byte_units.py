@@ -1,7 +1,7 @@
-"""Amounts of memory as people read them.
+"""Tests of amounts of memory as text.
 
-A user read "24.8MiB" next to "0.00293GiB" in one line, "3.01e+03 GiB" for a checkpoint, and
-"0.00977 KiB" for ten bytes. Each place formatted bytes in its own way.
+Users used to read "24.8MiB" next to "0.00293GiB" on one line, "3.01e+03 GiB" for a checkpoint, and
+"0.00977 KiB" for ten bytes, as each module formatted bytes in its own way.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def test_a_limit_is_written_so_that_it_can_be_read_back() -> None:
 
 
 def test_nothing_else_formats_bytes() -> None:
-    """Only one module formats bytes. A division by a unit inside of a text would be another
-    format."""
+    """Only one module formats bytes. A division by a unit inside a text would be another format."""
     own = re.compile(r"/ ?(2 ?\*\* ?[234]0|1024|1 ?<< ?[234]0)[^{}\n]*:[^{}\n]*\}")
     found = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"

@@ -1,4 +1,5 @@
-"""Options that do not go together are declared once, for settings and problems alike."""
+"""Tests of options that exclude one another: each conflict is declared once, for settings and
+problems alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Costs` and its parts: nothing is forgotten when costs are joined or changed.
+"""Tests of `Costs` and its parts: nothing is lost when costs are joined or changed.
 
-They were rebuilt by hand, field by field, and lost messages, latencies, overlap and more.
+Costs used to be rebuilt field by field, and lost messages, latencies, overlap and more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.benchmarks.emulated import in_seconds
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _PLAIN = Costs(PassCosts({F: (1.0,) * 4, I: (1.0,) * 4, W: (1.0,) * 4}))
 
-# Every field of every part, none as it is by default.
+# Every field of every part is set to something other than its default.
 FULL = Costs(
     PassCosts(
         {F: (10.0, 2.0, 4.0, 16.0), I: (8.0, 4.0, 8.0, 16.0), W: (9.0, 6.0, 4.0, 16.0)},
@@ -90,7 +90,7 @@ FULL = Costs(
 
 
 def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
-    """The fields of ``part``, and of parts in it, that are as they are by default."""
+    """Yield the fields of ``part``, and of parts in it, that have their default."""
     for entry in fields(part):
         value = getattr(part, entry.name)
         default = entry.default
@@ -103,7 +103,7 @@ def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
 
 
 def test_every_field_is_told() -> None:
-    """Every field of the costs is described. A new field belongs in `FULL`, or the tests below do
+    """`FULL` sets every field of the costs. A new field must be added there, or the tests below do
     not cover it."""
     assert not list(_defaults(FULL))
 
@@ -136,7 +136,7 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
     assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
     assert joined.vocabulary == FULL.vocabulary and joined.origin == "here"
-    # Of F0 F1 beside B1 B0, and of F0 F1 beside B3 B2.
+    # the overlaps of F0 F1 with B1 B0, and of F0 F1 with B3 B2
     assert joined.overlap.savings[I][0] == (1 + 1 / 4 + 2, 1 + 3 / 4 + 2 + 2 / 4)
     assert joined.unpartitioned is not None and joined.unpartitioned.seconds[F] == (2.0, 2.0)
 
@@ -218,8 +218,8 @@ def test_each_way_to_change_costs_is_tried() -> None:
 
 
 def test_arrays_are_refused() -> None:
-    """Costs refuse numpy arrays. Caches use the repr of costs as key, which numpy shortens: two
-    long arrays would look the same."""
+    """Costs refuse numpy arrays. Caches use the repr of costs as key, and numpy shortens it, so
+    that two long arrays would have the same key."""
     for figures in (np.ones(4), [1.0] * 4):
         with pytest.raises(TypeError, match=r"fused_backward_saving has .*; write a tuple"):
             FULL.with_passes(fused_backward_saving=figures)

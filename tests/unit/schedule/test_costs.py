@@ -1,4 +1,4 @@
-"""Users' texts about a schedule: costs, limits and names."""
+"""Tests of the costs, limits and schedule names that users write."""
 
 import json
 import resource
@@ -40,7 +40,7 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 LINE = line(2)
 LOOP = Placement("loop", (0, 1, 0, 1))
 
-# ---- Costs
+# --- costs
 
 
 def test_costs_are_a_full_ranks() -> None:
@@ -80,8 +80,8 @@ def test_cost_of_an_action(action: str, cost: float) -> None:
 
 
 def test_every_kind_has_a_cost_that_fits_its_lane() -> None:
-    """Every kind of action has a cost that fits its lane. A pass whose rule names none would take
-    no time."""
+    """Every kind of action has a cost that fits what it does. A pass whose rule named no cost would
+    take no time."""
     own = {
         Lane.COMPUTE: {Cost.PASS, Cost.REPEATED_PASS},
         Lane.SEND: {Cost.P2P_SECONDS},
@@ -123,8 +123,8 @@ def test_the_vocabulary_is_added_to_the_first_and_the_last_stage() -> None:
 
 
 def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
-    """R takes as long as F unless it is given. R of the last stage reruns the output layer, that of
-    the first stage the lookup."""
+    """R takes as long as F unless it is given. On the last stage R reruns the output layer, and on
+    the first one the embedding lookup."""
     text = "f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2"
     as_f, given = (parse_costs(text + more, LOOP) for more in ("", ",r=14"))
     r = [parse_action(f"{stage}R0") for stage in range(4)]
@@ -163,8 +163,8 @@ def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
     ],
 )
 def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, float]) -> None:
-    """Each rank's first stage computes its share of the vocabulary. The second variant has both
-    products in S."""
+    """The first stage of each rank computes the rank's share of the vocabulary. The second variant
+    computes both products in S."""
     whole = parse_costs("f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2", LOOP)
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}
@@ -229,7 +229,8 @@ def test_bad_costs(text: str, message: str) -> None:
     ids=["part", "figure", "keys", "shares", "path"],
 )
 def test_what_is_wrong_is_shown_in_a_line(text: str) -> None:
-    """A wrong value is shown in one line. All of it was printed, however long it was."""
+    """The error shows a wrong value in one line. It used to print all of it, however long it
+    was."""
     with pytest.raises(ValueError) as refusal:
         parse_costs(text, LINE)
     assert len(str(refusal.value)) < 600
@@ -299,7 +300,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
             "com is unknown; known are version, origin, f, i, w, r, comm, bytes",
         ),
         (
-            GOOD_FILE | {"launch": 1},  # which files had before `fixed_f`
+            GOOD_FILE | {"launch": 1},  # a key of files from before `fixed_f`
             "machine; drop it, or measure the file anew with --pipeline-costs profile",
         ),
         (GOOD_FILE | {"i": [1, 2, 3]}, "i: 3 figures for 2 stages"),
@@ -309,8 +310,9 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"comm": -1}, "comm: -1 is no cost"),
         (GOOD_FILE | {"comm": [1, 2]}, "comm: [1, 2] is no cost"),
         (GOOD_FILE | {"comm": None}, "comm: None is no cost"),
-        # A list was shown as if it were a text, NaN for a link named neither file nor key, the
-        # empty list was an IndexError, and a long integer named no file.
+        # A list used to be shown as if it were a text; the error about a link of NaN named neither
+        # the file nor the key; an empty list ended in an IndexError; a long integer's error named
+        # no file.
         (GOOD_FILE | {"origin": ["a", "list"]}, 'origin is ["a", "list"]; write a text'),
         (GOOD_FILE | {"d2h": 1, "link": float("nan")}, "link: nan is no cost"),
         (GOOD_FILE | {"d2h": 1, "link": None}, "link: None is no cost"),
@@ -327,8 +329,8 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
-    """A wrong value in a costs file is refused. It must not be read as none: as messages that cost
-    0, or no bytes."""
+    """A wrong value in a costs file is refused. It is not taken for a missing one, which means that
+    messages cost 0 or bytes are unknown."""
     path = written_costs(tmp_path, data)
     with pytest.raises(ValueError) as refusal:
         load_costs(path, LINE)
@@ -336,7 +338,7 @@ def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
     assert str(path) in str(refusal.value)
 
 
-# ---- Memory
+# --- memory
 
 
 @pytest.mark.parametrize(
@@ -372,8 +374,8 @@ def test_bad_limits(text: str) -> None:
 
 
 def test_memory_curve_in_microbatches() -> None:
-    """A memory curve in microbatches rises at F and falls at W or B, in units of a whole rank; the
-    input gradient frees nothing."""
+    """A memory curve in microbatches rises at F and falls at W or B, in units of a whole rank. I
+    frees nothing."""
     schedule = written("0F0 1F0 0F1 1F1 1B0 1I1 0I0 1W1 0I1 0W0 0W1", (0, 0))
     curve = memory_curve(schedule.rows[0], in_microbatches(schedule))
     assert curve == [0.5, 1, 1.5, 2, 2, 1.5, 1.5, 1.5, 1, 1, 0.5]
@@ -381,8 +383,8 @@ def test_memory_curve_in_microbatches() -> None:
 
 
 def test_memory_curve_in_bytes() -> None:
-    """A memory curve in bytes falls at the end of I, which replaces what the backward pass needs
-    (10) by what W needs (4)."""
+    """A memory curve in bytes falls at the end of I, where the tensors that the backward pass needs
+    (10) give way to those that W needs (4)."""
     costs = uniform(line(1), 1, 1, 1).with_passes(
         held_bytes={Held.ACTIVATION: (10,), Held.WEIGHT_INPUTS: (4,)}
     )
@@ -399,7 +401,7 @@ def test_messages_hold_nothing() -> None:
     assert memory_curve(with_messages, amount) == memory_curve(passes, amount) == [3, 3]
 
 
-# ---- Costs that depend on what follows
+# --- costs that depend on the next action
 
 
 def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
@@ -413,7 +415,7 @@ def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
     assert lower_bound(problem, splits_backward=True) <= 9
 
 
-# ---- Names
+# --- names
 
 
 @pytest.mark.parametrize(
@@ -434,7 +436,7 @@ def test_names_and_aliases_are_unique() -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A family ``counting`` that keeps the options it is called with."""
+    """Register a family ``counting``, and return the list of the options that it is called with."""
     calls: list[dict[str, Any]] = []
 
     def build(
@@ -548,8 +550,8 @@ def test_a_misspelt_schedule_is_told_wherever_it_is_named(choose_it: Callable[[]
     ids=["flag", "variable", "install"],
 )
 def test_a_limit_that_no_sizes_make_one_is_refused_at_once(choose_it: Callable[[], object]) -> None:
-    """A limit that fits no sizes is refused at once. install returned a handle, and the value was
-    read when the first step was built."""
+    """A memory limit that cannot be parsed is refused at once. ``install`` used to return a handle,
+    and read the value only when it built the first step."""
     with pytest.raises(ValueError, match="memory limit 'x' is not understood"):
         choose_it()
 
@@ -600,8 +602,8 @@ def test_a_pipeline_without_ranks(ranks: int) -> None:
 
 
 def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path) -> None:
-    """Costs that do not fit on the disk leave the earlier file. Half a file was left, which the
-    next run refused."""
+    """If the disk is full, the earlier costs file stays as it was. Half a file used to be left,
+    which the next run refused."""
     path = tmp_path / "costs.json"
     save_costs(uniform(LOOP, f=1, i=1, w=1), path)
     before = path.read_text()
@@ -616,8 +618,8 @@ def test_costs_that_do_not_fit_on_the_disk_leave_the_file_before(tmp_path: Path)
 
 
 def test_costs_in_short() -> None:
-    """Costs are shown in short. The outline repeated costs that are equal for all stages, and named
-    copies in runs without any."""
+    """The outline of costs is short. It used to repeat costs that are equal for all stages, and to
+    print the costs of copies in runs that make none."""
     alike = parse_costs("f=10.0123,i=12,w=8,comm=1,d2h=6,h2d=6", LOOP)
     assert outline_costs(alike, LOOP, with_copies=False) == "f=10,i=12,w=8,comm=1"
     assert outline_costs(alike, LOOP, with_copies=True) == "f=10,i=12,w=8,d2h=6,h2d=6,comm=1"

@@ -1,4 +1,5 @@
-"""Schedules as CSV: an exact inverse, in the grammar that torch.distributed.pipelining loads."""
+"""Tests of schedules as CSV files: reading inverts writing exactly, and
+torch.distributed.pipelining can load them."""
 
 import itertools
 import re
@@ -43,9 +44,11 @@ def test_text() -> None:
 
 
 def test_torchs_default_dump_is_read() -> None:
-    """torch's default dump of a schedule can be read. torch's runtime dumps its messages and FSDP's
-    actions too, unless format="compute_only" is given, and reading ended in "'0UNSHARD' is no
-    action"."""
+    """torch's default dump of a schedule can be read.
+
+    Unless it is called with format="compute_only", torch also dumps its messages and the actions of
+    FSDP. Reading such a file used to end in "'0UNSHARD' is no action".
+    """
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name in ("1f1b", "zb-h1"):
         table = csv_of(name, 2, 4)
@@ -69,7 +72,8 @@ def test_exact_inverse(case: Case) -> None:
     read = from_csv(to_csv(case.schedule), "random")
     assert read.name == "random"
     assert to_csv(read) == to_csv(case.schedule)
-    if not opens_on_first_rank(case.schedule.placement.rank_of):  # those are turned round
+    # schedules that open on the first rank are reversed
+    if not opens_on_first_rank(case.schedule.placement.rank_of):
         assert read.rows == case.schedule.rows
         assert read.placement.rank_of == case.schedule.placement.rank_of
 
@@ -131,7 +135,8 @@ def test_bad_files(text: str, message: str) -> None:
 
 
 def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
-    """An error listed all thirty kinds of actions, of which most are refused in a file."""
+    """The error lists the kinds of actions that a file may have. It used to list all thirty kinds,
+    most of which are refused in a file."""
     for text in ("0f0,0B0\n", "0F0,0WAIT_B0,0B0\n", "0F0,0L0,0B0\n"):
         with pytest.raises(ValueError) as refusal:
             from_csv(text, "x.csv")
@@ -160,8 +165,8 @@ def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
     ids=["stage", "microbatch", "small", "no int", "slice"],
 )
 def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path) -> None:
-    """A wrong number in a schedule file takes no memory. All memory was taken for so many stages,
-    and the system killed the process without a message."""
+    """A wrong number in a schedule file is refused before it takes memory. Memory used to be
+    allocated for that many stages, until the system killed the process without a message."""
     path = tmp_path / "typo.csv"
     path.write_text(text)
     tracemalloc.start()
@@ -174,9 +179,11 @@ def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path)
 
 
 def test_many_numbers_of_which_most_are_missing(tmp_path: Path) -> None:
-    """A schedule file with many numbers whose combinations are mostly missing is refused. Stages,
-    microbatches and slices are all there, but not each combination: memory was taken for their
-    product."""
+    """A schedule file with many numbers but few of their combinations is refused.
+
+    Each stage, microbatch and slice occurs, but not each combination of them. Memory used to be
+    allocated for their product.
+    """
     path = tmp_path / "diagonal.csv"
     path.write_text(",".join(f"{n}F{n}.{n}" for n in range(2000)) + "\n")
     with pytest.raises(
@@ -189,8 +196,8 @@ def test_many_numbers_of_which_most_are_missing(tmp_path: Path) -> None:
 def test_a_table_that_this_machine_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table that this machine cannot hold is refused. A table of 100 MB was read for minutes, and
-    took all memory."""
+    """A table too large for this machine's memory is refused. Reading a table of 100 MB used to
+    take minutes and all memory."""
     path = tmp_path / "large.csv"
     fits, too_large = csv_of("1f1b", 4, 64), csv_of("1f1b", 4, 65)
     monkeypatch.setattr(size, "_machine_bytes", lambda: 4 * 64 * size._BYTES)
@@ -205,8 +212,8 @@ def test_a_table_that_this_machine_cannot_hold(
 
 
 def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a large table prints progress. A table of 1.6 million actions was read for half a
-    minute without a line."""
+    """Reading a large table prints progress. A table of 1.6 million actions used to be read for
+    half a minute without a line of output."""
     monkeypatch.setattr(progress, "_LOOKS", 0.001)
     path = tmp_path / "table.csv"
     path.write_text(csv_of("1f1b", 8, 500))
@@ -216,7 +223,7 @@ def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(re.match(r"reading table\.csv, \d of 8; ", line) for line in told), told
 
 
-# ---- Files of other programs
+# --- files of other programs
 
 
 @pytest.mark.parametrize(
@@ -280,7 +287,7 @@ def test_a_stage_on_two_ranks_is_for_the_proof_to_refuse() -> None:
 
 
 def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
-    """A family's schedule, written to a file and read from it, gives the same program."""
+    """The schedule of a family, written to a file and read from it, gives the same program."""
     problem = line_problem(4, 6)
     path = tmp_path / "zb.csv"
     path.write_text(csv_of("zb-h1", 4, 6))
@@ -306,7 +313,7 @@ def test_bitwise_order(text: str, in_order: bool) -> None:
     assert bitwise_order(written(text, (0, 0))) is in_order
 
 
-# ---- What torch makes of it
+# --- how torch reads the files
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +370,7 @@ def test_torch_reads_each_cell_alike(torch_schedules: Any, case: Case) -> None:
 def test_torch_schedules_are_read_and_proved(
     name: str, chunks: int, p: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """A schedule that torch writes, idle cells included, passes our proof."""
+    """A schedule that torch writes, with its idle cells, passes this project's proof."""
     m = 2 * p
     schedule = getattr(torch_schedules, name)(names_of_stages(p, chunks), m)
     path = tmp_path / "torch.csv"

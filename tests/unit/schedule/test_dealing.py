@@ -1,4 +1,5 @@
-"""Microbatches ordered and dealt: each is read once, and what is gained is what was promised."""
+"""Tests of microbatches that are ordered and dealt out to replicas: each is read once, and the gain
+is the promised one."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def test_each_microbatch_is_read_once(order: MicrobatchOrder, deal: bool, replic
 
 
 def test_without_dealing_each_replica_has_its_own() -> None:
-    """Without dealing each replica has its own microbatches: number k x replicas + d is the k-th of
-    replica d, as in Megatron's sampler."""
+    """Without dealing, each replica keeps its own microbatches: number k x replicas + d is the k-th
+    of replica d, as in Megatron's sampler."""
     plain = arranged(costs(12), 4, deal=False)
     assert plain.tolist() == [[d, d + 4, d + 8] for d in range(4)]
     ordered = arranged(costs(12), 4, SMALL_ENDS, deal=False)
@@ -77,8 +78,8 @@ def test_equal_microbatches_stay_where_they_are() -> None:
 
 
 def test_it_takes_no_time_of_a_step() -> None:
-    """Dealing 512 microbatches takes under 5 ms: the least of several measurements, since the
-    machine has other work."""
+    """Dealing 512 microbatches takes under 5 ms. The shortest of several measurements counts, since
+    the machine has other work."""
     own, times = costs(512), []
     for _ in range(20):
         start = time.perf_counter()
@@ -97,8 +98,8 @@ def test_it_takes_no_time_of_a_step() -> None:
     ],
 )
 def test_order_and_deal_gain_what_the_page_says(spec: str, load: str, most: float) -> None:
-    """Order and dealing gain what the page says, compared with microbatches in order of arrival, in
-    the slowest of four replicas."""
+    """Ordering and dealing gain at least what the page says over the order of arrival, in the
+    slowest of four replicas."""
     gained = gain(spec, 4, 8, load)
     assert gained.dealt <= most and gained.dealt < gained.ordered < 1
 
@@ -108,8 +109,9 @@ def test_full_packs_have_little_to_gain() -> None:
 
 
 def test_experts_over_data_parallel_ranks_gain_more() -> None:
-    """Order and dealing gain more if data-parallel ranks share experts: a pass waits for the
-    longest one of its place, and replicas with equal microbatches do not wait."""
+    """Ordering and dealing gain more if data-parallel ranks share experts. A pass then waits for
+    the longest pass at its position in all replicas, and replicas with equal microbatches do not
+    wait."""
     alone, tied = gain("zb-v", 4, 8, "long-128k"), gain("zb-v", 4, 8, "long-128k", tied=True)
     assert tied.dealt < alone.dealt
     assert tied.profile is not None and tied.profile < tied.dealt

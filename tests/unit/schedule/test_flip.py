@@ -1,4 +1,5 @@
-"""V's that open on rank 0, as torch.distributed.pipelining writes them, are turned onto ours."""
+"""Tests of V placements that open on rank 0, as torch.distributed.pipelining writes them: they are
+reversed into this project's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.helpers.schedules import line_problem, names_of_stages, rows_of
 
 
 def proved(schedule: Schedule, m: int, path: Path) -> Schedule:
-    """``schedule`` out of a file at ``path``, with its messages."""
+    """Write ``schedule`` to ``path``, read it, and return it with its messages."""
     path.write_text(to_csv(schedule))
     resolved = choose(str(path))
     placement = resolved.place(len(schedule.rows))
@@ -68,7 +69,7 @@ def test_a_bad_compound_is_named(cell: str) -> None:
         from_csv(f"0F0,{cell}\n", "x.csv")
 
 
-# ---- What torch makes of it
+# --- how torch reads the files
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,8 @@ def torch_schedules() -> Any:
 def test_torchs_v_is_flipped_and_proved(
     theirs: str, ours: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """torch's V, flipped, is the published one: ours, pass for pass."""
+    """torch's V schedules, reversed, are the published ones, pass for pass the same as this
+    project's."""
     table = getattr(torch_schedules, theirs)(names_of_stages(p, 2), m)
     path = tmp_path / "torch.csv"
     table._dump_csv(str(path), format="compute_only")
@@ -124,7 +126,8 @@ def test_ours_are_loaded_by_torch(name: str, tmp_path: Path, torch_schedules: An
 def test_a_table_for_torch_has_torchs_placement(
     spec: str, style: str, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """torchtitan makes the stages of a rank by this placement, whatever the table says."""
+    """A table written for torch has torch's placement. torchtitan builds the stages of a rank by
+    this placement, whatever the table says."""
     p, m = 4, 8
     placement = choose(spec).place(p)
     schedule = choose(spec).build(Problem(placement, m, uniform(placement, 1, 1, 1)))
@@ -140,7 +143,8 @@ def test_a_table_for_torch_has_torchs_placement(
 
 
 def test_slices_are_refused() -> None:
-    """A table with slices is refused for torch, which reads 0F0.1 as 0F0 without an error."""
+    """A table with slices of sequences is not written for torch, which would read 0F0.1 as 0F0
+    without an error."""
     schedule = from_csv("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n", "slices.csv")
     with pytest.raises(ValueError, match=r"no slices of a microbatch, and would take 0F0\.0"):
         to_torch_csv(schedule)
@@ -163,9 +167,11 @@ def test_a_flipped_file_goes_back_to_torch(tmp_path: Path, torch_schedules: Any)
 
 
 def test_torchs_1f1b_lacks_a_forward(torch_schedules: Any) -> None:
-    """torch's own table for 1F1B lacks a forward pass: it numbers the last rank's forward passes
-    from 1, and has 3F8 of eight microbatches instead of 3F0. torch neither executes nor checks this
-    table."""
+    """torch's own table for 1F1B lacks a forward pass.
+
+    It numbers the forward passes of the last rank from 1, so with eight microbatches it has 3F8
+    instead of 3F0. torch neither runs nor checks this table.
+    """
     p, m = 4, 8
     order = torch_schedules.Schedule1F1B(*names_of_stages(p, 1), m)._get_pipeline_order()
     rows = [[str(a) for a in row if a is not None and a.is_compute_op] for row in order.values()]

@@ -1,4 +1,5 @@
-"""A long step told by its repeating part has the figures of the step built whole."""
+"""Tests of long steps whose figures are computed from their repeating part: they are those of the
+step built whole."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import IS_NIGHT
 
-ROUNDING = 1e-9  # of a figure
-NEARLY = 0.01  # of a figure: where W is placed by the costs, another number may place it otherwise
+ROUNDING = 1e-9  # relative to a figure
+NEARLY = 0.01  # relative; costs place W, and may place it otherwise in a longer step
 PROBLEMS = 12 if IS_NIGHT else 2  # random ones of each family
 
 FAMILIES = [name for name, entry in entries().items() if not entry.traits.searches]
-# Some rank holds all microbatches, or a share of them, until the end.
+# Families in which some rank holds all microbatches, or a share of them, until the end.
 GROW = ("gpipe", "breadth-first", "2bp", "hanayo")
-# Other costs give another order of W, and another number of microbatches may, too.
+# Other costs give another order of W, and another number of microbatches may do so, too.
 BY_COSTS = [name for name in FAMILIES if entries()[name].traits.uses_costs]
 
 
 def random_costs(rng: random.Random, placement: Placement, *, is_equal: bool) -> Costs:
-    """Costs of stages that are equal, or not, with messages that take time, or none."""
+    """Return costs of equal or unequal stages, with messages that take time or none."""
     costs = uniform(placement, 10, 12, 8, comm=rng.choice([0.0, 0.5, 2.0]))
     factors = [rng.choice([1.0, 1.0, rng.uniform(0.8, 1.2)]) for _ in range(placement.stages)]
     if is_equal:
@@ -53,8 +54,8 @@ def random_costs(rng: random.Random, placement: Placement, *, is_equal: bool) ->
 
 
 def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
-    """Steps of many microbatches, whose number the ranks seldom divide; some ranks are odd. The
-    first one has equal stages, which show their period soon."""
+    """Return steps of many microbatches, mostly not a multiple of the ranks, some on an odd number
+    of ranks. The first one has equal stages, so its period shows soon."""
     rng = random.Random(f"a long step of {name}")
     resolved = choose(name)
     problems: list[Problem] = []
@@ -73,7 +74,8 @@ def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
 
 
 def both(name: str, problem: Problem) -> tuple[Simulated, Simulated] | None:
-    """Return the step as told and as built whole; None if both are refused in the same words."""
+    """Return the step computed from its repeating part and the step built whole, or None if both
+    are refused with the same message."""
     made: list[Simulated | str] = []
     for whole in (False, True):
         try:
@@ -116,9 +118,9 @@ def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
 def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name: str) -> None:
-    """A step's repeating part predicts nearly what families build that place W by the costs. Such a
-    family takes the best of several orders, and for more microbatches another one may be best:
-    `confirmed_verdict` builds the recommended one whole."""
+    """For families that place W by the costs, the repeating part predicts nearly the step that they
+    build. Such a family takes the best of several orders, and with more microbatches another one
+    may be best; `confirmed_verdict` builds the recommended step whole."""
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert told.report.makespan == pytest.approx(whole.report.makespan, rel=NEARLY)
@@ -135,8 +137,8 @@ def test_step_is_built_whole_where_nothing_repeats_itself(name: str) -> None:
 
 
 def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() -> None:
-    """A step that stores more with each microbatch is not built whole in vain. A plan for 1,536
-    microbatches on 16 ranks compared only gpipe until its time limit."""
+    """A step that holds more memory with each microbatch is not built whole to no purpose. A plan
+    for 1,536 microbatches on 16 ranks used to spend its whole time limit on gpipe."""
     (problem,) = random_problems("gpipe", 1)
     ranks = problem.ranks
     problem = replace(problem, microbatches=24 * ranks)
@@ -185,9 +187,9 @@ def test_schedule_within_a_memory_limit_is_told_too() -> None:
 
 
 def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
-    """A slow rank needs a longer step to show its period. Ranks that are nearly as slow as the
-    slowest one take long until they wait for it: until then the differences between two
-    microbatches are not the same on all ranks."""
+    """With a slow rank, only a longer step shows its period. Ranks nearly as slow as the slowest
+    one take long until they wait for it; before that, the difference from one microbatch to the
+    next is not the same on all ranks."""
     placement = choose("zb-h2").place(4)
     costs = uniform(placement, 10, 12, 8, comm=1.0)
     slow = (1.0, 1.0, 1.1, 1.05)
@@ -204,7 +206,7 @@ def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
 
 
 def test_period_is_as_long_as_the_busiest_rank_works() -> None:
-    """The period is as long as the busiest rank works: without messages only the slowest stage
+    """The period is as long as the busiest rank works: without messages, only the slowest stage
     delays 1F1B."""
     placement = choose("1f1b").place(3)
     costs = uniform(placement, 10, 12, 8)

@@ -1,4 +1,4 @@
-"""A user's Python file as a schedule, and the examples of docs/your-own-schedule.md."""
+"""Tests of a user's Python file as a schedule, and of the examples in docs/your-own-schedule.md."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ EXAMPLES = {
     block.splitlines()[0].removeprefix("# "): block
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
-COSTS = (10, 12, 8, 5)  # the page's
+COSTS = (10, 12, 8, 5)  # the costs of the page
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with the page's examples in it."""
+    """Change to a working directory that contains the page's examples, and return it."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -51,8 +51,9 @@ def test_the_page_has_its_examples() -> None:
 
 
 def test_the_page_tells_what_a_family_is_given() -> None:
-    """The page about own schedules says what a family is given. Post-validation is in
-    `Problem.options`; the page sent its readers to a former place."""
+    """The page about own schedules names the attributes that a family gets, and they exist. For
+    post-validation, now in `Problem.options`, the page used to name a place where it had been
+    before."""
     page, problem = PAGE.read_text(), line_problem(2, 2)
     _, _, given = page.partition("## What a family gets and returns")
     cells = re.findall(r"^\| (`.*?) \|", given.partition("`Schedule(")[0], re.MULTILINE)
@@ -63,8 +64,8 @@ def test_the_page_tells_what_a_family_is_given() -> None:
 
 
 def test_the_page_names_the_kinds_that_one_may_write() -> None:
-    """The page names the kinds that a user may write. Names and letters had to be looked up in the
-    code."""
+    """The page about own schedules names the kinds of actions that a user may write. Users used to
+    have to look up names and letters in the code."""
     rows = re.findall(r"^\| `Kind\.(\w+)` \| `(\w)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     assert [letter for _, letter, _ in rows] == [*KINDS_IN_FILES]
     for name, letter, does in rows:
@@ -237,7 +238,7 @@ EAGER = EXAMPLES["my_schedule.py"]
         (OWN.format("((Action(0, 'F', 0.5),),)"), "no Action.* of kind F, I, W, B"),
         (OWN.format("None"), r"own\.py: a fails for 2 ranks and 2 microbatches: TypeError"),
         (OWN.format("1 / 0"), r"own\.py, line 3: a fails for 2 .*: ZeroDivisionError: division by"),
-        # `exit` ended the command without a word, with the file's own status.
+        # `exit` used to end the command without a message, with the status that the file gave.
         ("import sys; sys.exit(7)\n", r"own\.py, line 1 cannot be imported: SystemExit: 7"),
         (OWN.format("exit(0)"), r"own\.py, line 3: a fails for 2 .*: SystemExit: 0"),
         (
@@ -298,13 +299,16 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
         resolved = choose(str(path))
         resolved.place(2)
         resolved.build(line_problem(2, 2))
-    choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
+    choose("1f1b").build(line_problem(2, 2))  # and this project's families work as before
 
 
 def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
-    """Rows of a user's family may be of any sequence type. Rows that were generators were empty at
-    the second reading. Kinds that were strings compared equal to ours, but code that looks for the
-    kind itself did not find them."""
+    """The rows of a user's family may be of any iterable type.
+
+    Rows that were generators used to be empty when they were read a second time. Kinds that were
+    strings compared equal to members of `Kind`, but code that tests for the member itself did not
+    find them.
+    """
     path = tmp_path / "own.py"
     rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"
     path.write_text(OWN.format(rows))
@@ -318,12 +322,12 @@ LOOP = "while True:\n    try: pass\n    except Exception: pass\n"
 
 @pytest.mark.parametrize("where", ["import", "placement", "family", "search"])
 def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's family with an endless loop ends at a time limit. A command hung without a
-    message."""
+    """A user's family that loops forever is stopped at a time limit. The command used to hang
+    without a message."""
     monkeypatch.setattr(others_code, "LONGEST", 0.3)
     rings: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: rings.append(number))
-    timer = signal.setitimer(signal.ITIMER_REAL, 100)  # somebody else's
+    timer = signal.setitimer(signal.ITIMER_REAL, 100)  # a timer that other code has set
     path = tmp_path / "own.py"
     body = "def loop(*given):\n    " + LOOP.replace("\n", "\n    ") + "\n" + OWN.format("()")
     text = {
@@ -347,7 +351,7 @@ def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.M
                     resolved.place(2)
                     resolved.build(line_problem(2, 2))
         assert told and not rings
-        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100  # and it goes on
+        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100  # and it still runs
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *timer)

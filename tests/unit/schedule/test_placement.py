@@ -1,4 +1,4 @@
-"""Who holds which stage, and who is whose neighbour."""
+"""Tests of placements: which rank has which stage, and which ranks are neighbours."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,5 @@
-"""Ranks that differ: each pass of a slow rank takes longer, and nothing else changes."""
+"""Tests of ranks of different speeds: each pass of a slow rank takes longer, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
     slowed = at_speeds(before, line(4), SPEEDS)
     assert set(_changed(before, slowed)) == {
         *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.fixed"),
-        # the first rank's embedding stays
+        # the embedding is on the first rank, whose speed is 1
         *("overlap.savings", "vocabulary.output_layer", "slowness"),
     }
     for kind, figures in before.seconds.items():
@@ -32,7 +33,7 @@ def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
 
 def test_a_rank_of_a_v_is_slow_in_both_of_its_stages() -> None:
     costs = at_speeds(parse_costs("f=10,i=12,w=8,comm=1", v(2)), v(2), (1.0, 0.5))
-    # The V opens on the last rank, which has the first and the last stage.
+    # The V placement opens on the last rank, which has the first and the last stage.
     assert costs.seconds[Kind.FORWARD] == (10.0, 5.0, 5.0, 10.0)
 
 

@@ -1,4 +1,5 @@
-"""Memory of very large schedules: announced, or refused, before it is allocated."""
+"""Tests of the memory of very large schedules: it is announced, or refused, before it is
+allocated."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ def test_a_small_one_is_not_talked_about() -> None:
 
 
 def test_a_large_one_says_what_it_takes() -> None:
-    """A large schedule says what it takes. `simulate zb-h1 --pp 512 -m 4096` ran for minutes and
-    took gigabytes without a message."""
+    """A command with a large schedule says how long it takes and how much memory. ``simulate zb-h1
+    --pp 512 -m 4096`` used to run for minutes and take gigabytes without a message."""
     told = problem_size(line_problem(512, 4096))
     assert "512 ranks and 4096 microbatches (6,291,456 passes: they take about 3 min" in told
     assert "6.84 GiB of memory)" in told
 
 
 def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
-    """A schedule that this machine cannot hold is refused at once. The system killed `-m
-    999999999999`."""
+    """A schedule too large for this machine's memory is refused at once. With ``-m 999999999999``
+    the system used to kill the command."""
     with pytest.raises(ValueError, match=r"takes about [\d.]+ [GT]iB of memory, and this "):
         build_program(choose("zb-h1"), line_problem(4, 10**12))
 

@@ -1,4 +1,5 @@
-"""Statements measure the size of the product: no change of layout makes it smaller."""
+"""Tests of scripts/count_statements.py, which measures the size of the product so that no change of
+layout makes it smaller."""
 
 from scripts.count_statements import PRODUCT, counted, statements
 

@@ -1,7 +1,8 @@
-"""scripts/environment.sh finds a Python by running candidates, and says what it tried.
+"""Tests of scripts/environment.sh, which finds a Python by running candidates, and says which ones
+it tried.
 
-A pyenv shim exists, is executable, and fails; a system Python may lack ensurepip; both used to be
-found out only when making the environment had failed.
+A pyenv shim exists, is executable, and fails; a system Python may lack ensurepip. The script used
+to find out only when the environment could not be created.
 """
 
 import shutil
@@ -17,7 +18,7 @@ BASE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 
 SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
-# Runs what it is given, after the interpreter has been made to look like another one.
+# Runs its arguments in an interpreter that has been made to look like another one.
 DISGUISED = f"""#!/bin/sh
 shift
 exec '{BASE_PYTHON}' -c 'import sys
@@ -32,7 +33,7 @@ BARE = DISGUISED.format(disguise='sys.modules["ensurepip"] = None')
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A folder that is the whole PATH: no Python of this machine is found."""
+    """Return a folder that is the whole PATH, so that no Python of this machine is found."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("bash", "dirname"):

@@ -1,4 +1,4 @@
-"""How far predictions are from published steps: scripts/evaluation."""
+"""Tests of scripts/evaluation, which compares predictions with published step times."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 def test_one_job_is_predicted() -> None:
-    """The evaluation predicts one job: the zero-bubble paper's 1.5B with 24 microbatches under its
-    four schedules."""
+    """The evaluation can predict one job: the 1.5B model of the zero-bubble paper with 24
+    microbatches, under its four schedules."""
     found = predict(ZERO_BUBBLE, lambda: None)
     assert len(found) == 4 and pairs_in_order(found) == (5, 5)
-    # Its last stage, whose vocabulary is assumed, is estimated longer than the others.
+    # The last stage, whose vocabulary size is assumed, is estimated longer than the others.
     assert all(1.0 < one.ratio < 1.15 for one in found)
     assert all(one.peak_ratio and 0.85 < one.peak_ratio < 1.05 for one in found)
     gains = over_1f1b(found)
@@ -85,8 +85,8 @@ def test_one_job_is_predicted() -> None:
 
 
 def test_papers_pass_times_are_simulated() -> None:
-    """The papers' pass times are simulated. 1F1B's step is its passes and its bubble; the schedule
-    with more gain is faster."""
+    """The evaluation can simulate the pass times that papers print. The step of 1F1B is the sum of
+    its passes and its bubble, and the schedule with more gain is faster."""
     stages = read_stages()
     alone = simulated(ZERO_BUBBLE, stages, launch=False)
     seconds = {one.step.schedule: one.seconds for one in alone}
@@ -103,13 +103,13 @@ def test_stage_times_are_compared_by_pass() -> None:
     assert len(stages) == 22
     ratios = ratios_by_pass(stages)
     assert len(ratios["zero bubble", "W"]) == 6
-    # An A100's rate and its dropout's are those of half of these rows.
+    # The rates of an A100 and of its dropout come from half of these rows.
     assert all(0.99 < ratio < 1.01 for ratio in ratios["zero bubble", "W"])
     assert all(0.9 < ratio < 1.02 for ratio in ratios["zero bubble", "F"])
 
 
 def test_rows_in_view_are_those_that_stood_here() -> None:
-    """Rows "in view" are those that were here first: figures that had been collected before the
+    """Rows "in view" are the ones that were in the file first: figures collected before the
     estimate was compared with new ones, and two from which shares of overlap were taken."""
     known = [step for step in STEPS if step.in_view and not step.job.startswith(OF_SIZES)]
     assert len(known) == 46
@@ -117,8 +117,8 @@ def test_rows_in_view_are_those_that_stood_here() -> None:
 
 
 def test_a_recipe_takes_the_sizes_of_its_row() -> None:
-    """A recipe takes the sizes of its measured row. The 16-rank DeepSeek-V3 of an older container
-    is not its recipe of today, with 8 ranks."""
+    """A recipe takes the sizes of its measured row. The row of DeepSeek-V3 on 16 ranks is from an
+    older container, not from the recipe of today, which has 8 ranks."""
     step = next(one for one in STEPS if one.number == 70)
     recipe = recipe_of(step)
     assert (recipe.ranks, recipe.chunks, recipe.gpus, recipe.gpu) == (16, 1, 256, "b200")
@@ -176,8 +176,8 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
 
 @pytest.mark.parametrize("words", ["recipes --write", "--file x.csv --write", "--keep-plans"])
 def test_options_without_effect_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options without effect were ignored. With --file and --write a page got the figures of
-    another file."""
+    """Options that have no effect are refused. They used to be ignored: with --file and --write,
+    the page got the figures of another file."""
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2

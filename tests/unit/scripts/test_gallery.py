@@ -1,4 +1,5 @@
-"""The gallery: its script draws what its page offers, each with the command for it."""
+"""Tests of the gallery: its script draws the schedules that its page shows, each with the command
+for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a runner for GPU tests, and at night, nothing is skipped silently."""
+"""Tests that nothing is skipped silently on a runner for GPU tests, or at night."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ NIGHT = "MEGATRON_EXT_NIGHTLY"
 def test_a_skip_is_a_failure_with_its_reason(
     words: list[str], night: str, summary: str, tmp_path: Path
 ) -> None:
-    """A skip of the GPU suite is a failure with its reason. Nights were green for months in which
-    fifteen trainings could not fetch their package."""
+    """A skip in the GPU suite is a failure, with its reason. The nightly runs passed for months
+    although fifteen trainings could not fetch their package."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)

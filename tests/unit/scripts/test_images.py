@@ -1,4 +1,5 @@
-"""The pictures of the documentation: there, small, and what the script draws."""
+"""Tests of the pictures of the documentation: they exist, are small, and are what the script
+draws."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Drawn = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
-    """The file of a picture, which the script draws once for all tests."""
+    """Return a function that draws a picture, once for all tests, and returns its file."""
     folder = tmp_path_factory.mktemp("images")
 
     def draw(name: str) -> Path:
@@ -44,8 +45,8 @@ def test_the_script_draws_all_that_pages_show() -> None:
 
 @pytest.mark.parametrize("picture", sorted(IMAGES.iterdir()), ids=lambda path: path.name)
 def test_a_picture_is_small(picture: Path) -> None:
-    """A picture is small. Pictures had grown to 100 kB each, and to 120,000 lines together: every
-    digit was an outline, every pass a shape with a style of its own."""
+    """A picture is small. Pictures used to have 100 kB each, and 120,000 lines together, as each
+    digit was an outline and each pass a shape with its own style."""
     svg = picture.read_text()
     assert 2_000 < len(svg) < 40_000
     assert svg.count("<clipPath") <= 2, "only of panels whose lines go on beyond them"
@@ -54,7 +55,7 @@ def test_a_picture_is_small(picture: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hanayo", "eager-1f1b", "bench"])
 def test_a_picture_is_what_the_script_draws(name: str, drawn: Drawn) -> None:
-    """A committed picture is what the script draws: the same words and shapes; another version of
+    """A committed picture is what the script draws: the same words and shapes. Another version of
     matplotlib may move them a little."""
     now, kept = drawn(name).read_text(), (IMAGES / f"{name}.svg").read_text()
     assert texts_of(now) == texts_of(kept), f"run scripts/draw_images.py {name}"

@@ -1,4 +1,4 @@
-"""scripts/gpu_tests.sh --one-gpu: a table whatever its cases do, and nothing is missing."""
+"""Tests of scripts/gpu_tests.sh --one-gpu, which prints a complete table however its cases end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EXPECTED = [
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Cases that end in each way, as modules."""
+    """Write cases that end in each way, as modules, and return their folder."""
     for name, text in ENDINGS.items():
         (tmp_path / f"ends_{name}.py").write_text(TELLS + text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -90,8 +90,8 @@ def test_the_table_is_markdown() -> None:
 
 
 def test_a_ranks_error_is_named() -> None:
-    """The error of a GPU rank is named, although torch prints the rank before each line of the
-    traceback that ends it."""
+    """The table names the error of a GPU rank, although torch prints the rank before each line of
+    the traceback."""
     assert names_error("[rank0]: TypeError: wrong") and names_error("torch.OutOfMemoryError: x")
     assert not names_error("[rank0]:[W1126] Warning: WARNING: destroy_process_group() Error")
 
@@ -146,7 +146,7 @@ def test_what_is_not_here_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_an_old_python_can_run_the_probe() -> None:
-    """An old Python can run the probe: a GPU machine's own Python may be older than megatron_ext
+    """An old Python can run the probe: the Python of a GPU machine may be older than megatron_ext
     requires."""
     folder = ROOT / "tests" / "gpu" / "one_gpu"
     around = ("__main__", "cases", "rows", "runner", "wheels", "machine")
@@ -168,7 +168,7 @@ def test_wheels_are_unpacked_where_nothing_is_installed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_a_spinning_block_owns_its_multiprocessor(architecture: str, tmp_path: Path) -> None:
     """A spinning block occupies its whole multiprocessor. Its kernel takes nearly all of the 65,536
-    registers, so no other block fits next to it, and no more than all, so it can start."""
+    registers, so no other block fits next to it, and not more than all, so it can start."""
     (tmp_path / "spin.ptx").write_text(spinning.kernel())
     ended = subprocess.run(
         ["ptxas", "-v", f"-arch={architecture}", "spin.ptx", "-o", "spin.cubin"],

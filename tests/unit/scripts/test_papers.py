@@ -1,4 +1,4 @@
-"""Trainings that papers describe, and their estimated seconds."""
+"""Tests of the trainings that papers describe, and of their estimated seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scripts.evaluation.papers import PAPERS, PaperTraining, copies_of, work_of
 from scripts.evaluation.trainings import training_of
 
 STEPS = [step for step in read_measured() if step.job in PAPERS]
-# Seconds of a pair of 4 layers each on DeepSeek's H800s, from the first kernel to the last of
-# train.json in https://github.com/deepseek-ai/profile-data.
+# Seconds of an overlapped pair of passes of 4 layers each on DeepSeek's H800s, from the first
+# kernel to the last of train.json in https://github.com/deepseek-ai/profile-data.
 PAIR = 0.129
 
 
@@ -23,7 +23,7 @@ def step_of(job: str) -> PublishedStep:
 
 
 def pair_seconds(paper: PaperTraining, step: PublishedStep) -> float:
-    """Estimated seconds of F and B of the second stage as a pair."""
+    """Return the estimated seconds of F and B of the second stage, run as an overlapped pair."""
     costs = work_of(paper, step).variant(paper.schedule, Layout(paper.layers)).problem.costs
     passes = sum(figures[1] for figures in costs.seconds.values())
     return passes - costs.overlap.savings[Kind.FULL_BACKWARD][1][1]
@@ -35,14 +35,14 @@ def pair_seconds(paper: PaperTraining, step: PublishedStep) -> float:
     ids=lambda step: f"{step.job}, {step.gpus}",
 )
 def test_estimated_steps_are_near_published_ones(step: PublishedStep) -> None:
-    """Estimated steps are near published ones. Llama 3 405B on 16,384 GPUs was estimated at twice
-    its published seconds."""
+    """Estimated steps are near published ones. The step of Llama 3 405B on 16,384 GPUs used to be
+    estimated at twice its published seconds."""
     assert 0.75 <= step.seconds / training_of(step).predicted().seconds <= 1.33
 
 
 def test_a_pair_of_layers_is_near_its_profile() -> None:
-    """An overlapped forward and backward pass of a layer is estimated near its profile. Without
-    overlap both passes would take 1.6 times as long as profiled."""
+    """The estimate of an overlapped forward and backward pass of a layer is near its profile.
+    Without overlap, both passes together would take 1.6 times as long as profiled."""
     paper, step = PAPERS["dsv3 h800"], step_of("dsv3 h800")
     alone = replace(paper, execution=replace(paper.execution, overlap=1e-9))
     assert 0.75 <= PAIR / pair_seconds(paper, step) <= 1.33

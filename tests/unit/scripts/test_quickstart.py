@@ -1,4 +1,5 @@
-"""The quick start's parts: it prepares as much text as is read, and says how long it will take."""
+"""Tests of the parts of the quick start: it prepares as much text as it reads, and says how long it
+will take."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from scripts.prepare_text import documents
 
 
 def test_no_file_is_read_once_there_are_enough_tokens(tmp_path: Path) -> None:
-    """The quick start reads no file once there are enough tokens. It wrote all 37 million tokens of
-    the standard library, of which 200 thousand were read."""
+    """The quick start stops reading files once it has enough tokens. It used to write all 37
+    million tokens of the standard library and read 200 thousand of them."""
     files = [tmp_path / name for name in ("a.py", "b.py", "missing.py")]
     for file in files[:2]:
         file.write_text("12345")
@@ -44,8 +45,8 @@ def test_time_left_is_told_by_the_last_ten_iterations() -> None:
 
 
 def test_the_picture_is_of_the_costs_in_the_start_up_line() -> None:
-    """The quick start reads the costs of its picture from the line that a training prints, so both
-    change together."""
+    """The quick start reads the costs of its picture from the line that a training prints at its
+    start, so a change of that line must change its pattern too."""
     placement = line(4)
     problem = Problem(placement, 8, parse_costs("f=1e-2,i=1.2e-2,w=8e-3,comm=1e-3", placement))
     summary = summarize(build_program(choose("zb-h1"), problem))

@@ -1,4 +1,4 @@
-"""Figures of README.md are those of the pages and commands that it names."""
+"""Tests that the figures of README.md are those of the pages and commands that it names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GAINS = """
 
 
 def test_the_headline_has_the_medians_of_the_recipes_page() -> None:
-    """README's headline has the medians of the recipes' page. README said 5.0, 6.0, 21.3 and 33.2
-    %, and docs/recipes.md 4.1, 5.5, 14.0 and 26.4."""
+    """The headline of README has the medians of docs/recipes.md. README used to say 5.0, 6.0, 21.3
+    and 33.2 % where the page said 4.1, 5.5, 14.0 and 26.4."""
     written = part(README.read_text(), "headline")
     assert " ".join(written.split()) == headline(RECIPES_PAGE.read_text())
 
@@ -42,8 +42,11 @@ def test_a_part_is_written_between_its_marks() -> None:
 
 
 def test_the_counts_of_recipes_are_those_of_their_page() -> None:
-    """README's counts of recipes are those of their page. README said that 197 recipes are
-    accepted, a day after 12 of these were found to have experts on more ranks than there are."""
+    """README's counts of recipes are those of docs/recipes.md.
+
+    README used to say that 197 recipes are accepted, a day after 12 of these were found to have
+    experts on more ranks than there are.
+    """
     readme, page = README.read_text(), RECIPES_PAGE.read_text()
     assert with_accepted(readme, page) == readme
     row = "| all, own stages | 7 | 5 (71%) | 0 |"
@@ -66,10 +69,13 @@ def test_the_counts_of_recipes_are_those_of_their_page() -> None:
 def test_a_row_of_the_table_has_computed_figures(
     of_table: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of README's table has computed figures. The table gave 2802 as Megatron's best with a
-    large vocabulary, while `plan` finds 2174, and compared two steps of unequal microbatches on two
-    bases."""
-    monkeypatch.setattr(best, "effort", effort)  # a user's searches, longer than those of tests
+    """The figures in a row of README's table are computed.
+
+    The table used to give 2802 as Megatron's best step with a large vocabulary, where ``plan``
+    finds 2174, and compared two steps of unequal microbatches with different baselines.
+    """
+    # the searches of a user, longer than those of tests
+    monkeypatch.setattr(best, "effort", effort)
     assert rows_of(README.read_text())[of_table.where] == line_of(of_table)
 
 
@@ -80,7 +86,8 @@ def test_the_table_has_all_rows_and_no_others() -> None:
 
 
 def test_each_row_names_its_baseline() -> None:
-    """Two rows had the figures of Megatron's interleaved schedule without its name."""
+    """Each row of README's table names its baseline. Two rows used to have the figures of
+    Megatron's interleaved schedule without its name."""
     for line in part(README.read_text(), "table").splitlines()[2:]:
         baseline = line.split(" | ")[1]
         assert "several GPUs" in line or re.search(

@@ -1,4 +1,4 @@
-"""Gains of recipes by other layouts and schedules."""
+"""Tests of the gains of public recipes by other layouts and schedules."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def recipe(name: str = LLAMA, **more: Any) -> Recipe:
 
 
 def test_gains_of_a_configuration() -> None:
-    """Gains of a configuration are computed: with an output layer as heavy as six layers stock
-    moves layers away, and ours do no worse."""
+    """The script computes the gains of a configuration. If the output layer is as heavy as six
+    layers, Megatron's best layout moves layers away from it, and this project's schedules are no
+    slower."""
     found = gains_of(CONFIGURATION)
     assert found.baseline.gain == 1 and found.baseline.layers == (4, 4)
     assert 1.1 < found.stock.gain <= found.ours.gain
@@ -58,7 +59,8 @@ def test_gains_of_a_configuration() -> None:
 
 
 def lines(stock: float, fullest: float) -> Any:
-    """As `compare_layouts` has them: stock's gain, and the fullest rank of it."""
+    """Return lines as `compare_layouts` does, with Megatron's gain and the memory of its fullest
+    rank."""
 
     def line(seconds: float) -> Any:
         return SimpleNamespace(
@@ -96,9 +98,11 @@ def option(gain: float, schedule: str, is_tight: bool = False) -> Option:
 
 
 def test_adapters_are_told_by_the_name() -> None:
-    """Adapters are recognised by the recipe's name. A recipe with Bridge's default adapters names
-    none of their settings: it was planned as if its whole model were trained, with 272 GiB on a GPU
-    of 80."""
+    """Adapters are recognised by the recipe's name.
+
+    A recipe with Bridge's default adapters names none of their settings. The script used to plan it
+    as if the whole model were trained, with 272 GiB on a GPU of 80.
+    """
     name = "recipes.glm.h100.glm45:glm45_air_106b_peft_8gpu_h100_bf16_config"
     assert not any(key.startswith("peft") for key in ALL[name])
     assert recipe(name).settings["peft"] == "lora"

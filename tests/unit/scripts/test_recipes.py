@@ -1,4 +1,4 @@
-"""Public recipes: what is made of each, and how many are accepted."""
+"""Tests of the script that reads public recipes and counts how many are accepted."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
     ],
 )
 def test_values_that_are_text(text: str, value: Any) -> None:
-    """Values of a recipe may be text. A recipe's ``window_size="[512, 0]"`` ended the script."""
+    """Values of a recipe may be text. A recipe's ``window_size="[512, 0]"`` used to end the
+    script."""
     assert plain(text) == value
 
 
@@ -99,14 +100,14 @@ def test_values_that_are_text(text: str, value: Any) -> None:
     ],
 )
 def test_layouts_that_are_lists(layout: Any) -> None:
-    """Layouts of a recipe may be lists, as in 36 of 243 public recipes, which the script said do
-    not run in stock."""
+    """Layouts of a recipe may be lists, as in 36 of 243 public recipes. The script used to say that
+    these do not run in Megatron."""
     assert layout_text(layout) == layout_text(plain(str(layout))) == "Ett|t||mL"
 
 
 def test_public_forms_of_a_recipe_are_one() -> None:
-    """Public forms of a recipe are one: nested configs, flags' names, values as text and unset ones
-    mean the same as dotted names."""
+    """All public forms of a recipe mean the same as dotted names: nested configs, names of flags,
+    values as text, and unset values."""
     raw = ALL[DEEPSEEK]
     nested: dict[str, Any] = {}
     for key, value in raw.items():
@@ -131,8 +132,8 @@ def test_public_forms_of_a_recipe_are_one() -> None:
 
 
 def test_models_that_recipes_do_not_name() -> None:
-    """Recipes need not name their model. A variant has its model's dimensions, a recipe without a
-    model those of its siblings, and one with its own dimensions needs no other."""
+    """Recipes need not name their model. A variant has the dimensions of its model, a recipe
+    without a model those of its siblings, and one with its own dimensions needs no other."""
     variant = {**ALL[LLAMA], "model.HF": "meta-llama/Meta-Llama-3-70B-Instruct"}
     assert resolve(LLAMA, variant, MODELS).model == "meta-llama/Meta-Llama-3-70B"
     without = {key: value for key, value in ALL[LLAMA].items() if key != "model.HF"}
@@ -152,8 +153,8 @@ def test_settings_that_only_megatron_knows_are_asked() -> None:
 
 
 def test_no_recipe_ends_the_others() -> None:
-    """No recipe ends the evaluation of others. A recipe whose settings are no mapping, and one that
-    raises an error while it is judged, are named."""
+    """No single recipe ends the script. It names a recipe whose settings are no mapping, and one
+    that raises an error while it is judged."""
 
     def ended(recipe: Recipe) -> Verdict:
         if recipe.name == DEEPSEEK:
@@ -223,7 +224,8 @@ def test_what_name_model_and_bridge_say_besides() -> None:
     assert recipe.settings["multi_latent_attention"] is True
     assert (recipe.schedule, recipe.ranks) == ("zb-h1", 16)
     assert recipe.bubble == pytest.approx(15 / (256 + 15))
-    # its layout has an m; without both, its model has one depth; and a name may say that it has not
+    # The recipe's layout has an m. Without the layout and the setting, its model has one depth, and
+    # the name may say that there is none.
     no_depths = {"model.mtp_num_layers": None}
     assert understood(DEEPSEEK, **no_depths).settings["mtp_num_layers"] == 1
     layout = {"model.pipeline_model_parallel_layout": None}
@@ -273,6 +275,7 @@ def test_the_page_counts_these_recipes() -> None:
 
 
 def test_settings_are_those_of_the_marks_of_tests() -> None:
-    """Settings of recipes are those that marks of tests know, so that tests can show each."""
+    """Settings of recipes are the ones that the marks of tests name, so that a test can show each
+    of them."""
     assert set(NAMES) == {setting.name for setting in SETTINGS} and len(NAMES) == len(SETTINGS)
     assert OTHER_NAMES == vocabulary.OTHER_NAMES and WHOLE_LAYERS == vocabulary.WHOLE_LAYERS

@@ -1,7 +1,7 @@
-"""Simulated figures of README.md and docs/ are those that the code gives now.
+"""Tests that simulated figures in README.md and docs/ are those that the code computes now.
 
-docs/uneven-stages.md said that zb-auto, with an order made for a slow link, takes 1.09 times its
-step, where it takes 1.08: the figure had been typed, and the search had got better.
+docs/uneven-stages.md used to say that zb-auto, with an order made for a slow link, takes 1.09 times
+its step, where it takes 1.08. The figure had been typed, and the search had improved since.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from tests.helpers.combinations import nightly
 def test_a_page_has_simulated_figures(
     simulated: SimulatedTable | SimulatedSentence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(best, "effort", effort)  # a user's searches, longer than those of tests
+    # the searches of a user, longer than those of tests
+    monkeypatch.setattr(best, "effort", effort)
     page = (ROOT / simulated.page).read_text()
     assert simulated.written_into(page) == page, (
         f"to write it: python -m scripts.simulated_figures {simulated.page}"
@@ -53,6 +54,7 @@ def test_figures_of_a_sentence_are_replaced_across_lines() -> None:
 
 @pytest.mark.parametrize("words", ["takes {} of them", "It takes"])
 def test_a_sentence_that_was_reworded_is_an_error(words: str) -> None:
-    """Its figures would stay as they are for ever."""
+    """A sentence of a page that was reworded is an error. Otherwise its figures would never change
+    again."""
     with pytest.raises(ValueError, match=r"must have the sentence .* has it [02] times"):
         SimulatedSentence("a.md", "a", words, list).written_into(PAGE)

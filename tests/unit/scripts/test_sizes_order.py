@@ -1,4 +1,4 @@
-"""The order in which the estimate puts measured configurations."""
+"""Tests of the order in which the estimate puts measured configurations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def share(order: tuple[int, int]) -> float:
 
 
 def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
-    """Pairs of configurations are predicted in the right order. The shares in the right order were
-    71 % and 78 % with rates that did not depend on shapes, and 6 of 16 for pairs that differ in the
-    microbatch only."""
+    """Most pairs of measured configurations are predicted in the right order. While rates did not
+    depend on shapes, the shares were 71 % and 78 %, and 6 of 16 for pairs that differ only in the
+    micro-batch size."""
     found = orders(predicted)
     over_2, over_10 = found["pairs over 2 %"], found["pairs over 10 %"]
     assert len(ROWS) == 137 and (over_2[1], over_10[1]) == (243, 147)
@@ -44,8 +44,9 @@ def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
 
 
 def test_what_ran_fits(predicted: Predicted) -> None:
-    """A configuration that ran fits by the plan's memory. `plan` said of four of the 49 that they
-    do not fit, by a share of its own."""
+    """Nearly all configurations that ran are predicted to fit, by the memory that ``plan`` counts.
+    For four of the 49 ``plan`` used to say that they do not fit, as it counted another share as
+    usable."""
     found = orders(predicted)
     fits = found["ran, and predicted to fit"]
     assert fits[1] == 49 and share(fits) >= 0.95
@@ -55,8 +56,8 @@ def test_what_ran_fits(predicted: Predicted) -> None:
 
 
 def test_bytes_of_a_configuration(predicted: Predicted) -> None:
-    """The bytes of a configuration count all parts once: 13B on one rank. Without the loss it would
-    seem to fit."""
+    """The memory of a configuration counts each part once, here for 13B on one rank. Without the
+    loss it would be predicted to fit."""
     (row, _) = (
         row
         for row in ROWS
@@ -67,7 +68,7 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
     parameters = 40 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) + 2 * 128_000 * 5120
     model = parameters * (2 + 2 + 12 / 32)
     layer = 2 * (4 + 3 + 2 + 1) * 5120 + 2 * 4 * 13824  # bytes of a token
-    elements = 2048 * 128_000  # of logits: softmax in fp32, and two gradients
+    elements = 2048 * 128_000  # logits: the softmax in fp32, and two gradients
     activations, loss = 40 * 2048 * layer + 4 * elements, 8 * elements
     context = 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20  # one communicator
     assert made.fullest == pytest.approx(model + activations + loss + context, rel=2e-3)
@@ -80,8 +81,8 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
 
 
 def test_figures_of_two_configurations() -> None:
-    """The script computes its figures right for two configurations whose prediction is in the wrong
-    order, whose choice takes 50 % longer, and does not fit."""
+    """The script's figures are right for two configurations in the wrong predicted order. The
+    predicted best one takes 50 % longer, and is predicted not to fit."""
     row = replace(ROWS[0], number=1, seconds=10.0, job=f"{OF_SIZES}set")
     slow = of(row, number=2, seconds=15.0, mbs=2)
     failed = of(row, number=3, seconds=inf, mbs=4)

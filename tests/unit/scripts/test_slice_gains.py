@@ -1,4 +1,5 @@
-"""Gains of slices for recipes: their classes, the best step in slices, the table and its bar."""
+"""Tests of the gains of recipes by slices of sequences: their classes, the best step with slices,
+and the table."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ GAIN = SliceGain("one", "m < p", 16, 4, 2048, 1.5, 2.4, ("zb-h1", 2), "")
 
 
 def test_recipes_that_wait_long_are_the_trials() -> None:
-    """The recipes whose ranks wait long are those of a trial, which found 29: 6 of LoRA, 5 full
-    ones with fewer microbatches than ranks, and three that Megatron refuses."""
+    """The recipes whose ranks wait long are the 29 that an experiment found: 6 of LoRA, 8 others
+    with fewer microbatches than ranks, of which Megatron refuses three, and 15 with enough."""
     models = read_models()
     recipes = []
     for name, raw in read_recipes(RECIPES).items():
         if "_sft_" in name or "_peft_" in name:
             try:
                 recipes.append(resolve(name, raw, models))
-            except ValueError:  # settings of Megatron's own
+            except ValueError:  # settings of Megatron itself
                 continue
     waiting = [recipe for recipe in recipes if waits_long(recipe)]
     classes = Counter(map(class_of, waiting))

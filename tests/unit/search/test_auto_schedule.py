@@ -1,4 +1,4 @@
-"""The spec ``auto``, and the searches on waves and loops that it chooses from."""
+"""Tests of the spec ``auto``, and of the searches on waves and loops that it chooses from."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
 
 
-# ---- What it stands for
+# --- the searches that ``auto`` stands for
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_mistakes(spec: str, message: str) -> None:
         PipelineConfig(spec)
 
 
-# ---- The searches
+# --- the searches
 
 
 def auto_problem(spec: str, p: int, m: int, limit: str | None = None) -> Problem:
@@ -112,8 +112,8 @@ SPECS = st.sampled_from(["wave-auto", "wave-auto:waves=1", *LOOPS[:3]])
 @settings(PROPERTY, max_examples=10)
 @given(spec=SPECS, seed=seeds, p=st.integers(1, 3), m=st.integers(1, 5), parts=st.integers(4, 16))
 def test_any_problem_is_solved(spec: str, seed: int, p: int, m: int, parts: int) -> None:
-    """Any problem has a schedule: with limits down to the least, in parts of a microbatch, and m
-    that is no multiple of p."""
+    """Any problem has a schedule: with memory limits down to the least, in parts of a microbatch,
+    and with m that is no multiple of p."""
     placement = choose(spec).place(p)
     costs = random_costs(Random(seed), placement)
     problem = Problem(placement, m, costs, MemoryLimit(microbatches=parts / 4))
@@ -157,13 +157,13 @@ def test_never_worse_than_another_family_within_the_limit(spec: str, limit: str)
 
 
 def test_what_needs_more_memory_is_a_start() -> None:
-    """A schedule that needs more memory than the limit serves as a start of the search. Packed
-    within the limit, the order of gis-h is better than any plan at a fixed period."""
+    """A schedule that needs more memory than the limit can start a search. The order of gis-h,
+    packed within the limit, is better than any plan with a fixed period."""
     problem = auto_problem("loop-auto:vpp=4", 8, 16, "4")
     with pytest.raises(ValueError, match="least feasible limit for it is 5"):
         build_program(choose("gis-h:vpp=4"), problem)
     at_once = build_program(choose("loop-auto:vpp=4").without_search, problem)
-    assert makespan(at_once) < 740  # 1214.5 without it
+    assert makespan(at_once) < 740  # 1214.5 without this start
 
 
 def test_no_limit_is_that_of_1f1b() -> None:
@@ -173,7 +173,7 @@ def test_no_limit_is_that_of_1f1b() -> None:
         assert free.schedule.rows == within.schedule.rows
 
 
-# ---- What is taken
+# --- the schedule that is taken
 
 
 def test_the_shortest_is_taken_and_the_others_are_told() -> None:
@@ -236,10 +236,12 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
 
 
 def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
-    """The wait for an output's send comes before its gradient is used. A wave sends two stages'
-    outputs over one channel. A wait for an earlier send was placed late, because the rank did not
-    know that send yet, and delayed the wait for a later one. Then I found an output that had not
-    been freed."""
+    """The wait for the send of an output comes before the output's gradient is used.
+
+    A wave placement sends the outputs of two stages over one channel. A rank used to wait late for
+    an earlier send, as it did not know yet that it had ended, and this delayed the wait for a later
+    send. I then found an output that was not freed.
+    """
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))
     shop = job_shop_of(problem)

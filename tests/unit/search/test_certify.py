@@ -1,4 +1,4 @@
-"""Lower bounds, and how far schedules are from them."""
+"""Tests of lower bounds, and of how far schedules are from them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_analysis_alone_proves_these_optimal_at_equal_costs(
 
 
 def proved(schedule: Schedule, problem: Problem) -> Program:
-    """The program of a schedule that no family made."""
+    """Return the program of a schedule that comes from no family."""
     resolved = replace(choose("gpipe"), build=lambda problem: schedule)
     return build_program(resolved, problem)
 
@@ -67,14 +67,16 @@ def test_no_schedule_is_below_the_bound() -> None:
     [
         (8, 32, (10, 12, 8, 1), 4, 1084),
         (8, 32, (10, 12, 8, 1), 8, 1023),
-        (16, 64, (10, 20, 10, 1), 16, 2765),  # which v-auto reaches
+        (16, 64, (10, 20, 10, 1), 16, 2765),  # v-auto reaches this bound
         (16, 64, (18, 18, 9, 1), 9, 3259.5),
     ],
 )
 def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: float) -> None:
-    """Memory bounds the makespan of a V. Rank 0 of the first case has 960 of work. Until its first
-    I it takes 143, of which eight F fill 40; after its last I it takes 53, of which eight W fill
-    32."""
+    """Memory bounds the makespan on a V placement.
+
+    Rank 0 of the first case has 960 of work. Until its first I it waits 143, of which eight F fill
+    40. After its last I it waits 53, of which eight W fill 32.
+    """
     placement = v(p)
     problem = Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
     assert lower_bound(problem, splits_backward=True) == bound
@@ -82,18 +84,21 @@ def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: 
 
 @pytest.mark.parametrize(("limit", "bound"), [(3, 1275), (2, 1871), (1, 3678)])
 def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
-    """The time that microbatches spend in memory bounds a V. A microbatch is on rank 0 of eight for
-    227: 117 on its outer chunk, which F, the way to the last stage and back, and I take, and 106 on
-    the inner one, until W is done; and for 4 more on one of them, as the outer I and the inner W
-    cannot both follow the inner I. 32 of them in 6 chunks take 1211."""
+    """The time that microbatches spend in memory bounds the makespan on a V placement.
+
+    A microbatch is on rank 0 of eight for 227. Its outer chunk takes 117: F, the way to the last
+    stage and back, and I. Its inner chunk takes 106, until W has ended. One of them takes 4 more,
+    as the outer I and the inner W cannot both follow the inner I. 32 of these in 6 chunks take
+    1211.
+    """
     placement = v(8)
     problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))
     assert int(lower_bound(problem, splits_backward=True)) == bound
 
 
 def test_what_leaves_the_rank_bounds_nothing() -> None:
-    """Memory gives no bound for activations that are offloaded or recomputed, as the rank does not
-    hold them."""
+    """Memory gives no bound if activations are offloaded or recomputed, as the rank does not hold
+    them."""
     placement = v(4)
     costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
     problem = Problem(placement, 16, costs, MemoryLimit(2))
@@ -114,8 +119,8 @@ def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
 
 
 def test_search_knows_the_hop_of_each_link() -> None:
-    """The certifying search knows the seconds of each link. It took the least of all links, and
-    claimed that a microbatch alone could be 32 sooner."""
+    """The search for a bound uses the seconds of each link. It used to take the fastest of all
+    links, and claimed that a microbatch alone could end 32 earlier."""
     pytest.importorskip("ortools")
     problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
     costs = problem.costs.with_links(p2p_seconds_by_stage=(1.0, 17.0))
@@ -126,8 +131,8 @@ def test_search_knows_the_hop_of_each_link() -> None:
 
 
 def test_search_knows_the_memory_limit() -> None:
-    """The certifying search respects the memory limit. With one microbatch at a time on both ranks
-    every step is a full round trip."""
+    """The search for a bound respects the memory limit. With one microbatch at a time on both
+    ranks, each microbatch takes a full round trip."""
     pytest.importorskip("ortools")
     loose = certify(program("1f1b", 2, 3), seconds=10)
     rows = "0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"

@@ -1,4 +1,4 @@
-"""Stored results of searches: what makes them out of date."""
+"""Tests of the cache of search results: what makes them out of date, and whose files it reads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_ext.base import progress
 from megatron_ext.search import disk_cache
 
 ROOT = Path(__file__).resolve().parents[3] / "megatron_ext"
-# Words, files, progress; and the settings of features, which only say how flags are read.
+# Text, files, progress, and the settings of features, which only say how flags are read.
 NO_RESULTS = {"base", "features"}
 
 
 def test_the_digest_has_all_code_that_a_search_imports() -> None:
-    """The cache's digest has all code that a search imports. A folder that moves out of these
-    packages would leave stale schedules in caches."""
+    """The cache's digest covers all code that a search imports. A folder moved out of these
+    packages would leave outdated schedules in caches."""
     imported = set()
     for name in disk_cache.PACKAGES:
         for path in (ROOT / name).rglob("*.py"):
@@ -55,7 +55,7 @@ def test_another_code_is_another_entry(
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Remarks of the test."""
+    """Return the list of the remarks that the test prints."""
     texts: list[str] = []
     monkeypatch.setattr(progress, "_REMARKS", set())
     with progress.reporting(texts.append):
@@ -70,8 +70,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
 def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
-    """A cache belongs to its user alone. Under umask 000 anybody could put compiled code into it,
-    which the next run executed."""
+    """Only its own user can write to a cache. Under umask 000 any user used to be able to put
+    compiled code into it, which the next run executed."""
     before = os.umask(umask)
     try:
         disk_cache.store("v", "inputs", "result")
@@ -86,8 +86,8 @@ def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
 def test_a_cache_that_others_may_have_filled_is_not_used(
     fault: str, folder: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache that others may have filled is not used. Its results were taken, and its compiled
-    code was executed, whoever had put them there."""
+    """A cache that other users may have written to is not used. Its results used to be taken and
+    its compiled code executed, whoever had put them there."""
     disk_cache.store("v", "inputs", "result")
     if fault == "foreign":
         owner = os.geteuid()
@@ -105,8 +105,8 @@ def test_a_cache_that_others_may_have_filled_is_not_used(
 
 @pytest.mark.parametrize("fault", ["pipe", "device", "large", "table"])
 def test_an_entry_that_is_no_file_of_ours_is_not_read(fault: str, folder: Path) -> None:
-    """A cache entry that is no regular file of ours is not read. A link to /dev/zero took all
-    memory, a pipe blocked for ever, and a file of 1.5 GB was read."""
+    """A cache entry that is no regular file of plausible size is not read. A link to /dev/zero used
+    to take all memory, a pipe blocked forever, and a file of 1.5 GB was read."""
     disk_cache.store("v", "inputs", "result")
     (entry,) = folder.iterdir()
     if fault == "large":
@@ -125,8 +125,8 @@ def test_an_entry_that_is_no_file_of_ours_is_not_read(fault: str, folder: Path) 
 def test_without_a_home_nothing_is_stored(
     tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user without a home got a folder `~` in the working directory, from which the next run took
-    its results."""
+    """For a user without a home nothing is stored. Such a user used to get a folder `~` in the
+    working directory, from which the next run took its results."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
 
@@ -145,8 +145,8 @@ def test_without_a_home_nothing_is_stored(
 def test_compiled_code_of_others_is_not_loaded(
     fault: str, tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code of other users is not loaded. Numba executed the pickles of its cache, even if
-    another user had put them there. A pipe there does not block a run either."""
+    """Compiled code of other users is not loaded, and a pipe in its place does not block a run.
+    numba used to execute the pickles in its cache, even if another user had put them there."""
     compiled = pytest.importorskip("megatron_ext.search.compiled")
     folder = tmp_path / "megatron_ext" / "numba"
     entry = folder / "search_0" / "pack.nbi"

@@ -1,4 +1,4 @@
-"""Schedules extended or shortened: their middle repeated, or removed."""
+"""Tests of schedules that are made longer or shorter by repeating or removing their middle."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def peak(schedule: Schedule) -> float:
     ],
 )
 def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | None) -> None:
-    """Extended schedules are as good as those of families that repeat by a rule: these take a
-    percent less at most, in no less memory."""
+    """Extended schedules are nearly as good as those of families that repeat by a rule: at most one
+    percent longer, in no more memory."""
     problem = problem_of(spec, p, 4 * p, limit)
     known = choose(spec).build(problem)
     for m in (4 * p + 4, 6 * p, 2 * p):
@@ -67,8 +67,8 @@ def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | 
 
 
 def test_what_is_periodic_goes_on_for_ever() -> None:
-    """A periodic schedule extends to any length. zb-v with 16 microbatches takes 511; each further
-    one takes a rank's work, 30."""
+    """A periodic schedule can be extended to any length. zb-v with 16 microbatches takes 511, and
+    each further one adds a rank's work of 30."""
     problem = problem_of("zb-v", 4, 16)
     known = choose("zb-v").build(problem)
     others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40)}
@@ -78,13 +78,16 @@ def test_what_is_periodic_goes_on_for_ever() -> None:
 
 
 def test_what_does_not_repeat_well_is_not_all_that_is_tried() -> None:
-    """A step that does not repeat well is not the only one tried. A search within 8 microbatches on
-    8 ranks ended with a step of 32 that takes 0.3 % more than the bound; a step of 128 made of it
-    took 3 % more than a search for 128."""
+    """If a step does not repeat well, others are tried too.
+
+    A search within 8 microbatches on 8 ranks ended with a step of 32 that takes 0.3 % more than the
+    bound. A step of 128 extended from it used to take 3 % more than a search for 128.
+    """
     problem = problem_of("1f1b-v", 4, 16, 4)
     other = with_microbatches(problem, 64)
     made = extended(choose("1f1b-v").build(problem), other)
-    assert makespan(complete(made, other)) <= 1950  # a search finds 1948; repeated it takes 2066
+    # a search finds 1948; repeated, the step takes 2066
+    assert makespan(complete(made, other)) <= 1950
 
 
 @settings(PROPERTY, max_examples=10)
@@ -109,7 +112,7 @@ def test_what_can_be_made_longer_or_shorter() -> None:
     assert has_middle(problem.with_options(recompute=Recompute(fit=True)))
 
 
-# By limit, the makespans at 37, 64 and 128 microbatches of an earlier search, which was compiled.
+# By limit, the makespans that an earlier, compiled search found for 37, 64 and 128 microbatches.
 TARGETS = {5: (1259, 2069, 3989), 6: (1229, 2039, 3959), 8: (1186, 2003, 3923)}
 
 

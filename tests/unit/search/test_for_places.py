@@ -1,4 +1,4 @@
-"""Programs for microbatches whose cost depends on their place in the step."""
+"""Tests of programs for microbatches whose cost depends on their place in the step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same_for_all_passes(factors: Sequence[float]) -> dict[Kind, tuple[float, ...
 
 
 def at_places(problem: Problem, random: Random) -> Problem:
-    """Return ``problem`` with random costs by place, of each kind its own."""
+    """Return ``problem`` with random costs for each place and each kind of pass."""
     factors = {
         kind: tuple(random.uniform(0.2, 3) for _ in range(problem.microbatches))
         for kind in (F, I, W)
@@ -59,7 +59,7 @@ def at_places(problem: Problem, random: Random) -> Problem:
     return replace(problem, costs=replace(problem.costs, at_places=factors))
 
 
-# ---- Costs
+# --- costs
 
 
 def test_a_pass_takes_its_place_times_what_it_does() -> None:
@@ -79,8 +79,8 @@ def test_a_pass_takes_its_place_times_what_it_does() -> None:
 
 
 def test_a_step_of_unequal_microbatches_is_one_with_costs_by_place() -> None:
-    """A step of unequal microbatches is simulated as one with costs by place. The simulator of
-    random steps agrees with the common one."""
+    """A step of unequal microbatches takes as long as one with costs by place: the simulator of
+    random steps agrees with the usual one."""
     here = program("zb-v", 4, 8)
     costs = np.random.default_rng(1).lognormal(0, 0.5, 8)
     placed = replace(here.problem.costs, at_places=same_for_all_passes(costs.tolist()))
@@ -95,7 +95,7 @@ def test_a_step_of_unequal_microbatches_is_one_with_costs_by_place() -> None:
     )
 
 
-# ---- Packing
+# --- packing
 
 
 @settings(PROPERTY, max_examples=60)
@@ -113,8 +113,9 @@ def test_both_packers_give_the_same_to_the_digit(
 def test_any_plan_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Any plan with costs by place packs soundly: within the limit, in the order of microbatches,
-    and no shorter than the bound; passes of these costs start when the plan says."""
+    """Any plan with costs by place is packed into a sound schedule: within the limit, in the order
+    of the microbatches, and no shorter than the bound. If messages take no time, passes start when
+    the plan says."""
     random, placement = Random(seed), place(p)
     problem = at_places(usual(placement, m, 1 + more / placement.chunks), random)
     shop = job_shop_of(problem)
@@ -145,8 +146,8 @@ def test_places_that_are_alike_pack_as_equal_microbatches(
 
 
 def test_weight_gradients_are_placed_by_the_costs_of_their_place() -> None:
-    """Weight gradients are placed by the costs of their place. Two ranks have F and I of three
-    microbatches each: which gap a W fits into depends on the W."""
+    """Weight gradients are placed by the costs of their own place. Two ranks run F and I of three
+    microbatches; the gap that a W fits into depends on which W it is."""
     problem = usual(line(2), 3, 3)
     places = {F: (1.0, 1.0, 1.0), I: (1.0, 1.0, 1.0), W: (0.1, 4.0, 0.1)}
     problem = replace(problem, costs=replace(problem.costs, at_places=places))
@@ -163,15 +164,15 @@ def test_weight_gradients_are_placed_by_the_costs_of_their_place() -> None:
     assert filled.makespan == pytest.approx(simulate(ran, problem.costs).makespan)
 
 
-# ---- The program
+# --- the program
 
 
 LOAD = lognormal(np.random.default_rng(5), 0.5, (20, 64))  # 16 microbatches on 4 replicas
 
 
 def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
-    """A program for the microbatches' places is shorter on a V, in other steps than those that it
-    was made for, and within the same memory."""
+    """On a V placement, a program made for the microbatches' places is shorter, also in steps that
+    it was not made for, and needs no more memory."""
     here, load = program("v-auto", 4, 8, limit=4), LOAD[:, :32]
     made = program_for_places(here, profile_of(dict.fromkeys((F, I, W), load[:10]), 4))
     assert made is not None and bitwise_order(made.schedule)
@@ -187,8 +188,8 @@ def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
 
 @pytest.mark.parametrize(("microbatches", "is_shorter"), [(8, True), (16, False)])
 def test_the_better_program_is_kept(microbatches: int, is_shorter: bool) -> None:
-    """The better program is kept. With images in seven of ten microbatches, on a line, the program
-    for the places is not always better."""
+    """The better program is kept. With images in seven of ten microbatches, on a linear placement,
+    the program for the places is not always the better one."""
     here, rng = program("zb-h1", 4, microbatches, limit=4), np.random.default_rng(3)
     size = (20, 4 * microbatches)
     images = np.where(rng.random(size) < 0.3, 0, rng.lognormal(0, 0.8, size))
@@ -201,9 +202,11 @@ def test_the_better_program_is_kept(microbatches: int, is_shorter: bool) -> None
 
 @pytest.mark.parametrize(("largest", "most"), [(1, 4), (3, 2), (9, 0)])
 def test_a_limit_in_bytes_counts_the_largest_microbatch(largest: int, most: int) -> None:
-    """A limit in bytes counts the largest microbatch. The limit is 8 bytes and microbatches have 1
-    on average: as many are in flight as fit if all are the largest, and nothing is searched for if
-    not even one fits."""
+    """A limit in bytes counts each microbatch as the largest one.
+
+    The limit is 8 bytes, and microbatches have 1 on average. As many are in flight as fit if all
+    are the largest; if not even one fits, there is no search.
+    """
     here = program("zb-h1", 4, 8)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(largest),) * 4)
     costs = here.problem.costs.with_passes(held_bytes=held)
@@ -244,8 +247,8 @@ def test_some_programs_have_none(spec: str, options: dict[str, Any]) -> None:
 
 
 def test_most_of_the_gain_is_left_under_noise() -> None:
-    """Most of the gain remains under noise: at 15 % of a pass at least 80 % of what order, dealing
-    and program gain together."""
+    """Most of the gain remains if passes vary by 15 %: at least 80 % of the gain of ordering,
+    dealing and the program together."""
     here = program("zb-v", 4, 16, limit=4)
     made = program_for_places(here, profile_of(dict.fromkeys((F, I, W), LOAD[:10]), 4))
     assert made is not None

@@ -1,4 +1,5 @@
-"""Packing plans in plain Python and compiled: sound, within the limit, to the digit the same."""
+"""Tests of packing plans in Python and compiled: sound, within the limit, and with exactly the same
+result."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def random_plan(random: Random, shop: JobShop) -> Starts:
 
 
 def random_problem(random: Random, placement: Placement, m: int, more: int) -> Problem:
-    """A problem whose limit is in microbatches or, with an odd ``more``, in bytes."""
+    """Return a problem whose limit is in microbatches, or in bytes if ``more`` is odd."""
     costs = with_random_links(random, random_costs(random, placement))
     limit = MemoryLimit(1 + more / placement.chunks)
     if more % 2:
@@ -75,7 +76,7 @@ def random_problem(random: Random, placement: Placement, m: int, more: int) -> P
 
 
 def assert_packers_agree(random: Random, shop: JobShop) -> None:
-    """The packer in Python and the compiled one make the same of a random plan."""
+    """Assert that the Python packer and the compiled one pack a random plan in the same way."""
     compiled = pytest.importorskip(COMPILED)
     for side in (shop, shop.mirrored()):
         plan = random_plan(random, side)
@@ -100,8 +101,8 @@ def usual(placement: Placement, m: int, limit: float) -> Problem:
 def test_any_plan_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Any plan packs soundly. Memory cannot deadlock, in either direction of time; and passes
-    really start when the plan says, except for messages that delay one another."""
+    """Any plan is packed into a sound schedule. Memory cannot deadlock, in either direction of
+    time, and passes start when the plan says, apart from messages that delay one another."""
     placement = place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     shop = job_shop_of(problem)
@@ -119,8 +120,8 @@ def test_any_plan_packs_soundly(
 def test_bytes_never_deadlock(
     seed: int, place: Callable[[int], Placement], p: int, m: int, above: float
 ) -> None:
-    """Packing never deadlocks, also if W needs more than I has left, which makes memory grow on the
-    way back."""
+    """Packing never deadlocks, also if W needs more memory than I frees, so that memory grows in
+    the backward passes."""
     random, placement = Random(seed), place(p)
     costs = random_costs(random, placement)
     assert costs.held_bytes is not None
@@ -169,8 +170,8 @@ def test_costs_without_a_common_unit_become_ticks_too() -> None:
 
 @pytest.mark.parametrize(("spec", "place"), [("zb-h1", line), ("zb-v", v)])
 def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placement]) -> None:
-    """Packing knows the seconds of each link. A search ignored a single slow link, as it used the
-    mean of all links for each."""
+    """Packing uses the seconds of each link. A search used to take the mean of all links for each,
+    and so ignored a single slow one."""
     placement = place(4)
     hops = tuple(8.0 if placement.rank_of[s] == 1 else 1.0 for s in range(placement.last))
     costs = uniform(placement, 10, 12, 8, fmean(hops)).with_links(p2p_seconds_by_stage=hops)
@@ -181,7 +182,7 @@ def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placemen
     assert end_of(starts_of(rows, shop), shop) * shop.tick == pytest.approx(exact, rel=1e-3)
 
 
-# ---- The search
+# --- the search
 
 
 def short(shop: JobShop, pack: Callable[[JobShop], Pack] = packer, least: int = 0) -> list[Starts]:
@@ -206,8 +207,8 @@ def test_search_ends_where_nothing_can_be_shorter() -> None:
 
 
 def test_search_ends_where_it_gains_nothing() -> None:
-    """A search ends when it gains nothing. For 64 ranks it packed plans for a minute, of which the
-    first seconds had found the result."""
+    """A search ends when it gains nothing more. For 64 ranks it used to pack plans for a minute,
+    although it had found its result in the first seconds."""
     packed = []
 
     def counted(shop: JobShop) -> Pack:
@@ -225,8 +226,8 @@ def test_search_ends_where_it_gains_nothing() -> None:
 
 
 def test_a_small_problem_is_not_improved_for_long() -> None:
-    """A small problem is not improved for long. 2 ranks and 4 microbatches took a minute, with a
-    plan that was packed 90,000 times."""
+    """A small problem is not improved for long. For 2 ranks and 4 microbatches the search used to
+    pack 90,000 plans, which took a minute."""
     how = small_effort()
     assert improve.steps_of(how, 2, 2 * 12 * 4) == how.steps < how.passes(2) // 96
     assert improve.steps_of(how, 8, 2 * 48 * 32) == how.passes(8) // 3072 < how.steps
@@ -237,8 +238,7 @@ def test_a_small_problem_is_not_improved_for_long() -> None:
     "problem", [usual(v(3), 7, 2), usual(wave(2), 5, 2.5), usual(loop(3, vpp=3), 6, 4)]
 )
 def test_compiled_search_finds_the_same(problem: Problem) -> None:
-    """A compiled search finds the same schedule. With the small effort numba makes no
-    difference."""
+    """A compiled search finds the same schedule as one in Python, with the same small effort."""
     compiled = pytest.importorskip(COMPILED)
     shop = job_shop_of(problem)
     for ours, theirs in zip(short(shop), short(shop, compiled.compiled_packer), strict=True):
@@ -256,7 +256,7 @@ def test_compiled_packing_is_the_same_to_the_digit(
     assert_packers_agree(random, job_shop_of(problem, recomputed))
 
 
-# ---- What is installed
+# --- optional packages
 
 
 def test_effort_is_large_where_numba_is() -> None:
@@ -288,8 +288,8 @@ def test_search_without_numba_says_what_to_install(
 def test_compiled_code_lies_in_the_cache_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code never lies next to the package, which is read-only in a container. numba's own
-    settings do not change."""
+    """Compiled code is stored in the user's cache and never in the folder of the package, which is
+    read-only in a container. numba's own settings do not change."""
     numba = pytest.importorskip("numba")
     compiled = pytest.importorskip(COMPILED)
     asked: list[object] = []

@@ -1,4 +1,5 @@
-"""Plans with recomputed activations: each packs soundly, and recompute shortens the makespan."""
+"""Tests of plans with recomputed activations: each is packed soundly, and recompute shortens the
+makespan."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ from tests.unit.search.test_packing import random_plan, random_recomputed, shape
 def test_any_choice_of_what_is_made_again_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Any choice of recomputed activations packs soundly. Memory cannot deadlock, in either
-    direction of time; each R is where it was chosen, and only there."""
+    """Any choice of activations to recompute is packed into a sound schedule. Memory cannot
+    deadlock, in either direction of time, and each R is where the choice has it and nowhere
+    else."""
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     recomputed = random_recomputed(random, problem)
@@ -60,8 +62,8 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
 
 @pytest.mark.parametrize("limit", [1.5, *at_night(3.0)])
 def test_a_search_chooses_what_is_made_again(limit: float) -> None:
-    """A search chooses the activations to recompute. In little memory a second forward pass costs
-    less than waiting for memory. A search that may recompute is no worse than one that may not."""
+    """A search chooses the activations to recompute, and is no worse than a search that may not
+    recompute. With little memory, a second forward pass costs less time than waiting for memory."""
     alone = usual(v(3), 9, limit)
     seconds = []
     for recompute in (Recompute(), Recompute(fit=True)):
@@ -97,8 +99,9 @@ def test_every_search_takes_a_limit_to_fit_into(
     assert figures["recomputed"] > 0 and max(figures["peak_activation_microbatches"]) <= 1.26
 
 
-# p = 8, m = 32, F : I : W as 10 : 12 : 8, on a V: with the large effort, and to hold here with it.
-# (A trial with a packer of its own found 1338, 1245 and 1182; without R it is 2142, 1535 and 1227.)
+# Makespans on a V placement with p = 8, m = 32 and F : I : W as 10 : 12 : 8. A packer written for a
+# test found 1338, 1245 and 1182; without R they are 2142, 1535 and 1227. The large effort finds
+# them, and so must the one of these tests.
 TARGETS = ((2.0, 1338), (3.0, 1245), (4.0, 1182))
 
 
@@ -112,9 +115,9 @@ def test_a_v_in_little_memory(limit: float, makespan: float) -> None:
 
 @pytest.mark.parametrize("microbatches", [10, 19])
 def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
-    """A found schedule with recompute is made longer and shorter. A step of another length
-    recomputes the same stages' activations, for the microbatches that its own resemble. (This
-    failed at a missing lane of R.)"""
+    """A schedule with recompute that a search found can be made longer and shorter. A step of
+    another length recomputes activations of the same stages, for the microbatches that correspond.
+    This used to fail at a missing lane of R."""
     known = usual(v(3), 13, 1.5).with_options(recompute=Recompute(fit=True))
     schedule = build_program(choose("v-half"), known).schedule
     schedule = replace(schedule, rows=schedule.compute_rows)

@@ -1,4 +1,4 @@
-"""Patterns on a V: one microbatch's way, repeated every period."""
+"""Tests of patterns on a V placement: the way of one microbatch, repeated every period."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.search
 
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
-Many = npt.NDArray[np.int_]  # a row a way, by rank and lane
+Many = npt.NDArray[np.int_]  # a row is a way, by rank and lane
 EQUAL = (1, 1, 1, 1, 1, 1)
 USUAL = (5, 5, 6, 6, 4, 4)  # 10:12:8
 
@@ -69,7 +69,7 @@ def alike(ranks: Sequence[RankWork], hop: int) -> list[MessageTicks]:
 def check(
     pattern: Pattern, ranks: Sequence[RankWork], hops: Sequence[MessageTicks], period: int
 ) -> None:
-    """The definition of a pattern, tick by tick."""
+    """Assert that ``pattern`` meets the definition of a pattern, tick by tick."""
     for starts, rank in zip(pattern, ranks, strict=True):
         taken = [
             (s + n) % period for s, t in zip(starts, rank.ticks, strict=True) for n in range(t)
@@ -101,7 +101,7 @@ def held(starts: Sequence[int], rank: RankWork, period: int) -> float:
 
 
 def way_of(pattern: Pattern) -> int:
-    """From F of the first stage to I of the first stage."""
+    """Return the ticks from F of the first stage to I of the first stage."""
     return pattern[-1][I_OUTER] - pattern[-1][F_OUTER]
 
 
@@ -126,8 +126,8 @@ def test_patterns_are_what_they_say(p: int, limit: float) -> None:
     spread=st.sampled_from(Arrangements),
 )
 def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
-    """Patterns exist for any costs: costs and bytes that differ from rank to rank, links that
-    differ from one to the next, W that needs more than F left, odd p."""
+    """Patterns exist for any costs: costs and bytes that differ from rank to rank, messages that
+    differ from link to link, W that needs more memory than F leaves, and odd p."""
     random = Random(seed)
     ranks = [
         RankWork(
@@ -147,7 +147,8 @@ def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements)
 
 
 def circles(ticks: Sequence[int], period: int) -> Many:
-    """All starts of a rank on its circle at which nothing collides, the first at 0."""
+    """Return all starts of a rank's passes within a period in which no two collide; the first pass
+    starts at 0."""
     rows = []
     for starts in itertools.product(range(period), repeat=OPERATIONS - 1):
         taken = {
@@ -159,10 +160,11 @@ def circles(ticks: Sequence[int], period: int) -> Many:
 
 
 def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Many]) -> Many:
-    """A microbatch's ways, each pass at the first time that its place on the circle allows.
+    """Return the ways of a microbatch in which each pass runs at the first time that its place in
+    the period allows.
 
     Args:
-        places: by rank, a row a way.
+        places: by rank, a row for each way.
     """
     last = len(ranks) - 1
     down, up = range(last, -1, -1), range(last + 1)
@@ -182,7 +184,7 @@ def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Ma
 
 
 def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[Many, Many]:
-    """How many chunks each way needs on a rank, and how long it takes."""
+    """Return how many chunks each way needs on a rank, and how long it takes."""
     curves = np.zeros((*ways.shape[:2], period), dtype=int)
     for rank, work in enumerate(ranks):
         for forward, _, weight in CHUNKS:
@@ -204,8 +206,7 @@ def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[
 def test_as_short_as_brute_force_finds(
     ticks: tuple[tuple[int, ...], ...], hop: int, period: int
 ) -> None:
-    """Patterns are as short as brute force finds, for each limit: the least period of a
-    microbatch."""
+    """For each limit, the shortest pattern of two ranks is as short as brute force finds."""
     inner, outer = ranks = ranks_of(ticks, 99)
     insides, outsides = circles(inner.ticks, period), circles(outer.ticks, period)
     a, b, turn = map(np.ravel, np.indices((len(insides), len(outsides), period)))
@@ -218,8 +219,8 @@ def test_as_short_as_brute_force_finds(
 
 
 def test_none_of_three_ranks_is_shorter() -> None:
-    """No pattern of three ranks is shorter. There are too many to try them all, so many random ones
-    are tried."""
+    """No random pattern of three ranks is shorter than the one that is found. There are too many
+    patterns to try them all."""
     random, ranks, places = np.random.default_rng(0), ranks_of([EQUAL] * 3, 99), circles(EQUAL, 6)
     drawn = [places[random.integers(len(places), size=100_000)] for _ in ranks]
     turned = [(row + random.integers(6, size=(len(row), 1))) % 6 for row in drawn]
@@ -231,7 +232,7 @@ def test_none_of_three_ranks_is_shorter() -> None:
 
 
 def shortest(ranks: Sequence[RankWork], hop: int, period: int) -> int | None:
-    """Return the least ticks of a microbatch in a pattern, None if there is no pattern."""
+    """Return the fewest ticks of a microbatch in a pattern, or None if there is no pattern."""
     program = _PatternProgram(tuple(ranks), alike(ranks, hop), period, Arrangements.EACH)
     return min((way_of(program.pattern(end, 0)) for end in program.ends()[-1:]), default=None)
 
@@ -257,8 +258,8 @@ def test_below_half_of_the_ranks_and_one_a_v_idles(
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
 def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
-    """A longer period does not help: if there is no pattern at 34, there is none at anything
-    less."""
+    """A longer period does not help: if there is no pattern with period 34, there is none with a
+    shorter one."""
     ranks = usual(p, limit)
     assert not exists(ranks, alike(ranks, 1), period)
 
@@ -277,7 +278,7 @@ def test_fineness_of_ticks_changes_nothing() -> None:
     ]
 
 
-# ---- On a problem
+# --- on a problem
 
 
 def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) -> Problem:
@@ -292,8 +293,8 @@ def problem_of(p: int, m: int, limit: float, costs: FourCosts = (10, 12, 8, 1)) 
 def test_packed_patterns_take_what_long_searches_take(
     p: int, m: int, limit: float, target: float
 ) -> None:
-    """Packed patterns are as short as long searches. The grid of plans and ten seconds of search
-    ended at 2358 for 16 ranks and limit 9."""
+    """Packed patterns are as short as the results of long searches. For 16 ranks and limit 9, the
+    grid of plans and ten seconds of search ended at 2358."""
     shop = job_shop_of(problem_of(p, m, limit))
     packers = packers_of(shop, pack.packer)
     packed = (packers.justified(plan).makespan for plan in pattern_plans(shop))
@@ -304,8 +305,8 @@ def test_packed_patterns_take_what_long_searches_take(
 @given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 4))
 def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
     """Repeated patterns are valid schedules, also with costs that differ by stage: proved, no
-    longer than they say, and within the limit. If no pattern exists, as with few ranks or uneven
-    stages, all need up to four chunks more."""
+    longer than promised, and within the limit. If there is no pattern, as with few ranks or uneven
+    stages, the plans need up to four chunks more."""
     placement = v(p)
     limit = p / 2 + 1 + more / 2
     costs = random_costs(Random(seed), placement)
@@ -324,8 +325,8 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
 
 
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
-    """If a limit has no pattern, patterns of a little more memory serve as plans, packed within the
-    limit; the best of the grid of plans takes 2532."""
+    """If there is no pattern within a limit, patterns with a little more memory serve as plans,
+    packed within the limit. The best result of the grid of plans is 2532."""
     shop = job_shop_of(problem_of(16, 64, 8.5))
     packers = packers_of(shop, pack.packer)
     packed = [packers.justified(plan).makespan for plan in pattern_plans(shop)]
@@ -334,7 +335,8 @@ def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
 
 
 def test_bytes_are_as_good_as_microbatches() -> None:
-    """Limits in bytes are as good as in microbatches, also with more bytes than 32 bits count."""
+    """A limit in bytes gives the same patterns as one in microbatches, also with more bytes than 32
+    bits can count."""
     limited, chunk = problem_of(8, 16, 5), 2**33
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(chunk),) * 16)
     in_bytes = replace(
@@ -358,14 +360,17 @@ def test_excluded_period_is_that_of_the_work_at_least() -> None:
     assert excluded_period(problem_of(8, 32, 5), seconds=9) is None
     halves = (1.25, 1.5, 1, 0.125)  # 30 units of an eighth
     assert excluded_period(problem_of(8, 32, 4, halves), seconds=0) == pytest.approx(30 / 8)
-    unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)  # rounded to ticks: nothing is proved
+    # these costs are rounded to ticks, so nothing is proved
+    unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)
     assert excluded_period(problem_of(8, 32, 4, unrelated), seconds=0) is None
 
 
 def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
-    """A period is excluded by the seconds of each link. One link at the open end is slow. With the
-    mean for every link there seemed to be no pattern, and an existing one was said to be
-    impossible."""
+    """The proof that a period has no pattern uses the seconds of each link.
+
+    One link at the open end of the V is slow. With the mean of all links, the proof used to call a
+    pattern impossible that exists.
+    """
     problem = problem_of(8, 32, 5)
     hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
     linked = problem.costs.with_links(p2p_seconds=2.0, p2p_seconds_by_stage=hops)

@@ -1,4 +1,4 @@
-"""v-auto: the V schedule that a search finds for given costs and a given limit."""
+"""Tests of v-auto, the V schedule that a search finds for given costs and a given limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machinery, not its last percent."""
+    """Search with little effort: these tests need the search to work, not its best result."""
     monkeypatch.setattr(best_room, "effort", little_effort)
 
 
@@ -74,9 +74,11 @@ def held(schedule: Schedule) -> float:
 def test_what_a_search_ends_with_is_proved_once(
     limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result of a search is proved once. On 64 ranks the proof of a schedule takes seconds, and
-    it was repeated when the schedule was built: in the search, and in all ranks that were given its
-    rows."""
+    """The result of a search is proved once.
+
+    On 64 ranks the proof of a schedule takes seconds. It used to be repeated when the schedule was
+    built, in the search and on all ranks that got its rows.
+    """
     proved: list[Schedule] = []
 
     def counted(schedule: Schedule, problem: Problem) -> Program:
@@ -105,7 +107,7 @@ def test_what_a_search_ends_with_is_proved_once(
     [("5", 1110), *at_night(("4", 1300), ("6", 1090), ("8", 1035))],
 )
 def test_targets_are_reached(limit: str, target: float) -> None:
-    """v-auto is shorter than the published blocks, which ignore costs: 1475 (V-Min) at limit 4,
+    """v-auto is shorter than the published blocks, which ignore costs: 1475 (V-Min) at limit 4, and
     1119 (V-Half) at 5."""
     program = best(v_problem(8, 32, limit=limit))
     assert makespan(program) <= target
@@ -117,8 +119,8 @@ def test_targets_are_reached(limit: str, target: float) -> None:
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 5), m=st.integers(1, 8), halves=st.integers(2, 10))
 def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
-    """v-auto solves any problem: odd p, m < p, costs that differ from stage to stage, limits down
-    to the least."""
+    """v-auto solves any problem: odd p, m < p, costs that differ from stage to stage, and limits
+    down to the least."""
     placement = v(p)
     limit = MemoryLimit(microbatches=halves / 2)
     problem = Problem(placement, m, random_costs(Random(seed), placement), limit)
@@ -132,8 +134,8 @@ def test_any_problem_is_solved(seed: int, p: int, m: int, halves: int) -> None:
 @settings(PROPERTY, max_examples=8)
 @given(seed=seeds, p=st.integers(1, 4), above=st.floats(1, 4))
 def test_bytes_are_respected(seed: int, p: int, above: float) -> None:
-    """A limit in bytes holds, also if W needs more than I has left, which makes memory grow on the
-    way back."""
+    """v-auto keeps to a limit in bytes, also if W needs more memory than I frees, so that memory
+    grows in the backward passes."""
     placement = v(p)
     costs = random_costs(Random(seed), placement)
     with pytest.raises(ValueError, match="least feasible") as error:
@@ -181,7 +183,8 @@ def test_nothing_is_searched_for_where_a_known_schedule_takes_the_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(best_room, "search", None)  # would fail if called
-    assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5  # 24 of work, and to the first F
+    # 24 of work, and the way to the first F
+    assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5
 
 
 @pytest.mark.usefixtures("brief")
@@ -191,7 +194,7 @@ def test_evaluation_runs_the_forwards_of_training() -> None:
     assert forwards.rows == training.schedule.compute_rows
 
 
-# ---- The cache
+# --- the cache
 
 
 @pytest.mark.usefixtures("brief")
@@ -217,8 +220,8 @@ def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) ->
 
 @pytest.mark.usefixtures("brief")
 def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
-    """A cached schedule over the limit is ignored. A file is never trusted: its schedule is proved
-    like any other."""
+    """A cached schedule over the memory limit is ignored. Files are never trusted: the schedule is
+    proved like any other."""
     best(v_problem(3, 6, limit="3"))
     (wide,) = cache.iterdir()
     tight = v_problem(3, 6, limit="1")
@@ -238,8 +241,8 @@ def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("brief")
 def test_what_a_larger_effort_left_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search takes the stored result of a larger effort. A login node with numba searches for
-    jobs without it; each effort has a cache entry of its own."""
+    """A search takes the stored result of a larger effort. A login node with numba can search for
+    jobs without it; each effort has its own cache entry."""
     problem = v_problem(3, 6, limit="2")
     small = best(problem)
     large = replace(little_effort(100_000), name=LARGE)

@@ -1,4 +1,5 @@
-"""Stages of no layers, whose passes take no time once the vocabulary is divided."""
+"""Tests of stages without layers, whose passes take no time if the vocabulary is split over the
+ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from megatron_ext.schedule.problem import Problem, ScheduleOptions, VocabularyPa
 def test_ends_of_the_model_without_layers(
     name: str, variant: VocabularyParallel, hop: float
 ) -> None:
-    """Ends of the model may have no layers. With the layout 'E|tt|tt|L' the last hidden states were
-    to be sent before they were made."""
+    """The first and the last stage may have no layers. With the layout 'E|tt|tt|L' the last hidden
+    states used to be sent before they were computed."""
     resolved = choose(name)
     placement = resolved.place(3)
     costs = parse_costs("f=1,i=1,w=1,comm=0", placement)

@@ -1,4 +1,4 @@
-"""Whether the output layer's weight gradient waits for W (`compile.output_layer`)."""
+"""Tests of whether the output layer's weight gradient waits for W (`compile.output_layer`)."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def costs_of(layers: tuple[int, ...], depths: int = 0) -> Costs:
 
 
 def on_v() -> Costs:
-    """Costs of a V's eight stages."""
+    """Return the costs of the eight stages of a V placement."""
     return costs_of((2,) * 8)
 
 
 def test_it_waits_on_a_rank_that_holds_less_than_others() -> None:
-    """The output layer's weight gradient waits for W on a rank that stores less than others. The
-    last rank has one layer fewer, as is usual with a large vocabulary, so it has free memory."""
+    """The output layer's weight gradient waits for W on a rank that holds less than others. Here
+    the last rank has one layer fewer, as is usual with a large vocabulary, so it has memory
+    left."""
     program = place_output_layer(LINE, problem(costs_of(LIGHT_END)))
     assert output_layer_waits(program)
     held = peaks(program.schedule, in_bytes(program.problem.costs))
@@ -72,8 +73,8 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
 
 
 def test_a_limit_in_bytes_decides() -> None:
-    """A limit in bytes decides whether the output layer's weight gradient waits: under 2bp all
-    microbatches' logits would stay until the end."""
+    """A limit in bytes decides whether the output layer's weight gradient waits. Under 2bp the
+    logits of all microbatches would stay until the end of the step."""
     costs, all_at_the_end = costs_of(EVEN), choose("2bp")
     with_room = place_output_layer(all_at_the_end, problem(costs, 2**40))
     assert output_layer_waits(with_room)
@@ -93,8 +94,8 @@ def test_it_waits_only_where_that_is_sooner() -> None:
 
 
 def test_it_does_not_wait_where_it_cannot() -> None:
-    """The output layer's weight gradient does not wait if it cannot: multi-token prediction looks
-    up in the same weight, and the costs leave nothing for W."""
+    """The output layer's weight gradient does not wait in two cases: multi-token prediction also
+    uses the same weight, or the costs of the output layer have no time of W."""
     costs = costs_of(LIGHT_END, depths=1)
     assert output_layer_waits(place_output_layer(LINE, problem(costs, 2**40)))
     at_once = with_input_gradient(costs)

@@ -1,4 +1,4 @@
-"""Activations that leave for the host: order, memory, time."""
+"""Tests of activations that are offloaded to the host: order, memory and time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def problem_of(
     limit: str | None = None,
     microbatches: int | None = None,
 ) -> Problem:
-    """Unit costs, with copies that take ``k`` times what F and I do, both ways together."""
+    """Return a problem with unit costs, in which both copies together take ``k`` times as long as F
+    and I."""
     placement, m = choose(spec).place(ranks), microbatches or 4 * ranks
     costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
     allowed = None if limit is None else parse_limit(limit, ranks, m)
@@ -83,7 +84,7 @@ def makespan(program: Program) -> float:
 
 
 def chunks_held(program: Program) -> float:
-    """The largest peak of the ranks, in chunks."""
+    """Return the largest peak of the ranks, in chunks."""
     schedule = program.schedule
     return max(peaks(schedule, in_microbatches(schedule))) * schedule.placement.chunks
 
@@ -102,21 +103,24 @@ def copies(program: Program) -> list[Event]:
 def test_what_fits_without_copies_fits_with_them(
     spec: str, limit: str, how: Offload, k: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule that fits without copies fits with them. v-auto within 0.5x fits, and with half of
-    its activations copied it was refused; zb-auto within one microbatch trained, and with copies
-    its first step ended in a traceback: with copies families made their passes without any limit.
-    Without copies, as over a link that is too slow, the order that fits stays."""
+    """A schedule that fits without copies to the host also fits with them. If copies do not help,
+    as over a slow link, the order that fits stays.
+
+    With copies, families used to place their passes without any limit. v-auto fitted within 0.5x,
+    but with half of its activations copied it was refused. zb-auto trained within one microbatch,
+    but with copies its first step ended in a traceback.
+    """
     shorten_search(monkeypatch)
     allowed = problem_of(spec, 3, k, how, limit=limit, microbatches=6)
-    build_program(choose(spec), allowed.with_options(activation_offload=NONE))  # it fits
+    build_program(choose(spec), allowed.with_options(activation_offload=NONE))  # fits
     program = build_program(choose(spec), allowed)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
     assert allowed.memory_limit is not None and held <= allowed.memory_limit.amount
 
 
 def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies allow passes beyond the limit: passes fit while a part of their activations is on the
-    host, and are faster than passes that fit without copies."""
+    """With copies to the host, passes may exceed the limit that they would have alone. They fit
+    while some of their activations are on the host, and the step is shorter than without copies."""
     shorten_search(monkeypatch)
     tight = problem_of("v-auto", 3, 0.2, microbatches=6, limit="0.5x")
     copied = tight.with_options(activation_offload=FULL)
@@ -124,7 +128,8 @@ def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_host_costs(random: Random, costs: Costs) -> Costs:
-    """Copies that take nothing, as long as passes, or longer; some ranks share links."""
+    """Return costs whose copies take no time, as long as passes, or longer; some ranks share
+    links."""
     figures = [random.choice([(0.0,), (0.3, 1.0), (1.0, 9.0)]) for _ in range(2)]
     out, back = ([random.choice(choices) for _ in range(costs.stages)] for choices in figures)
     return costs.with_host(out, back, random.choice([1, 1, 2, 3]), random.random() < 0.7)
@@ -145,15 +150,17 @@ def without_limit(problem: Problem) -> Problem:
     return replace(problem, memory_limit=MemoryLimit(microbatches=1e9))
 
 
-# ---- Any schedule
+# --- any schedule
 
 
 @settings(PROPERTY, max_examples=70)
 @given(seeds)
 def test_any_schedule_takes_the_copies(seed: int) -> None:
-    """Any schedule accepts the copies. Each pass stays in its place, offloaded activations come
-    back, and ranks that run in order reach the end; if no link is shared, at the same times as
-    without copies."""
+    """Any schedule can have copies to the host.
+
+    Each pass stays in its place, offloaded activations come back, and ranks that run in order reach
+    the end. If no link is shared, passes run at the same times as without copies.
+    """
     schedule, problem = random_problem(seed)
     made = await_sends(offload(schedule, problem), problem)
     assert made.compute_rows == schedule.compute_rows
@@ -224,9 +231,11 @@ def test_a_problem_that_does_not_offload_has_no_copies() -> None:
 
 
 def test_copies_drawn() -> None:
-    """Copies are as drawn on the page: p = 1, m = 4, forward passes first. While 0F1 runs, the
-    activations of 0F0 are copied out, and then freed; two microbatches are offloaded, and each is
-    copied back during the pass before its own."""
+    """Copies are as drawn on the page, with p = 1, m = 4 and forward passes first.
+
+    While 0F1 runs, the activations of 0F0 are copied to the host and then freed. Two microbatches
+    are offloaded, and each is copied back during the pass before its own.
+    """
     placement = line(1)
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
     schedule = Schedule(
@@ -243,7 +252,7 @@ def test_copies_drawn() -> None:
     assert peaks(made, in_microbatches(made)) == [2]
 
 
-# ---- Memory and time (Wan et al. 2025, section 4)
+# --- memory and time (Wan et al. 2025, section 4)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +264,8 @@ def test_copies_drawn() -> None:
     ],
 )
 def test_three_chunks_are_enough(name: str, ranks: int, chunks: int, k: float) -> None:
-    """Memory for three chunks is enough, however many ranks and chunks there are: one that a pass
-    works on, one that is being copied, one whose W is near."""
+    """With offload, memory for three chunks is enough, however many ranks and chunks there are: one
+    that a pass works on, one that is being copied, and one whose W comes soon."""
     spec = f"{name}:vpp={chunks}"
     program = all_copied(spec, ranks, k)
     assert chunks_held(program) <= 3
@@ -301,7 +310,7 @@ def test_slower_links_keep_more_here_and_cost_no_time(spec: str) -> None:
 def test_few_microbatches() -> None:
     for spec in ALL:
         if spec in ("interleaved", "v-auto"):
-            continue  # the one wants groups of p, the other searches long
+            continue  # interleaved needs groups of p, and v-auto searches for long
         for microbatches in (1, 2, 3):
             program = built(spec, problem_of(spec, 3, 0.5, FULL, microbatches=microbatches))
             assert chunks_held(program) <= 3
@@ -319,8 +328,8 @@ def test_fit_takes_the_fewest_that_fit(limit: str) -> None:
 
 
 def test_fit_with_a_slow_link_takes_time() -> None:
-    """Offload with `fit` works over a slow link but takes time: passes wait for copies, and the
-    makespan says how long."""
+    """Offload with ``fit`` works over a slow link but takes time: passes wait for copies, which the
+    makespan counts."""
     without = makespan(built("1f1b", problem_of("1f1b", 4, 4)))
     program = built("1f1b", problem_of("1f1b", 4, 4, FIT, limit="2"))
     assert chunks_held(program) <= 2
@@ -349,8 +358,8 @@ def test_what_does_not_fit_says_how_much_does() -> None:
 
 
 def test_a_copy_back_can_be_what_does_not_fit() -> None:
-    """If a copy back is what does not fit, the error names it. Only passes were searched for the
-    cause, and nothing was found."""
+    """If a copy back from the host does not fit, the error names it. Only passes used to be
+    searched for the cause, and none was found."""
     placement = line(1)
     text = "0F0 0OFFLOAD_F0 0FREE_F0 0F1 0RELOAD_F0 0B1 0B0"
     problem = Problem(
@@ -365,20 +374,21 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
 
 
 def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None:
-    """A family without a limit of its own gets no limit with offload, as the limit is for
-    activations that stay: gis alone needs 8 microbatches, which must not be refused."""
+    """With offload, a family that knows no limit is built without one, as the limit is for
+    activations that stay on the rank. gis alone needs 8 microbatches, and this must not be
+    refused."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 8, 0.8, FULL, limit="2"))
     assert chunks_held(program) <= 4
 
 
-# ---- Links that are shared
+# --- shared links
 
 
 @pytest.mark.parametrize("more", [",link=2", ",duplex=0", ",link=3"])
 @pytest.mark.parametrize("k", [0.2, 1.0])
 def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
-    """Ranks that share a link take turns. Copies came before those of another rank whose turn it
-    was, and a step took 1.24 times as long."""
+    """Ranks that share a link to the host take turns. Copies used to go ahead of another rank's
+    turn, and a step took 1.24 times as long."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 6, k, FULL, more=more))
     host = program.problem.costs.host
     assert host is not None
@@ -402,7 +412,7 @@ def test_who_shares_a_link() -> None:
     assert HostCosts({}, duplex=False).link(1, Lane.TO_HOST) == (1, None)
 
 
-# ---- The host
+# --- the host
 
 
 def test_buffers_on_the_host() -> None:
@@ -415,7 +425,7 @@ def test_buffers_on_the_host() -> None:
     assert most_on_host(rows_of(text)[0]) == {(0, Held.ACTIVATION): 2}
 
 
-# ---- With the rest
+# --- with other options
 
 
 def test_evaluation_has_no_copies() -> None:
@@ -442,12 +452,12 @@ def test_a_divided_vocabulary() -> None:
     )
 
 
-# ---- What is given
+# --- the costs
 
 
 def test_logits_that_do_not_leave_are_not_copied() -> None:
-    """With a divided vocabulary the last stage holds no more than the others, so its copies take no
-    longer. If W of the output layer runs with I, W reads less of the last stage."""
+    """With a split vocabulary the last stage holds no more than the others, so its copies take no
+    longer. If the output layer's W runs with I, W reads less on the last stage."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
     layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)

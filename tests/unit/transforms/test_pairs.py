@@ -1,6 +1,8 @@
-"""Passes that run as one: rows, proof, memory, costs, which are made, text, pictures.
+"""Tests of overlapped passes (pairs of a forward and a backward pass): rows, proof, memory, costs,
+the choice of passes, text and pictures.
 
-In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; ``3F1+3I0`` are a pair.
+In tables a column is a unit of time, ``.`` is idle, and ``=`` continues a pass; ``3F1+3I0`` are
+overlapped passes.
 """
 
 import json
@@ -61,7 +63,7 @@ KEEPING = [
 COSTS = "f=10,i=12,w=8,comm=0.2,overlap_saving=4"
 ALIKE = "f=2,i=2,w=2,overlap_saving=2"
 
-# Two ranks, a V: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.
+# Two ranks of a V placement: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.
 V = v(2)
 BY_HAND = """
 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
@@ -100,12 +102,12 @@ def proved(schedule: Schedule, problem: Problem = PROBLEM) -> Program:
     return prove(with_messages(schedule, problem), problem)
 
 
-# ---- Rows and the proof
+# --- rows and the proof
 
 
 def test_a_pair_by_hand() -> None:
-    """Overlapped passes by hand: F and I of a later microbatch take one unit together, while each
-    took one alone. Rank 0 gets the gradient when both have ended."""
+    """Overlapped passes take the time computed by hand: F and I of a later microbatch take one unit
+    together, as each does alone. Rank 0 gets the gradient when both have ended."""
     assert drawn(simulate(proved(by_hand(GOOD)), PROBLEM.costs)) == table("""
         0  . 1F0 2F0 1F1 2F1    .    2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1 .
         1  0F0 0F1 . 3F0 . 3F1+3I0 3I1 . 0I0 . 0I1 3W0 3W1 0W0 0W1
@@ -123,8 +125,8 @@ def test_messages_of_a_pair_stand_before_and_after_both() -> None:
 
 
 def test_both_are_held_at_once() -> None:
-    """Memory of overlapped passes is held at once. If I runs before F, its activation is freed
-    first; overlapped, F's activation is allocated while I's is still held."""
+    """Overlapped passes hold the memory of both at once. If I runs before F, its activation is
+    freed first. If they overlap, the activation of F is allocated while that of I is still held."""
     first = "1F0 2F0 2I0 1F1 2F1 1I0 2I1 1I1 2W0 1W0 2W1 1W1"
     other = "0F0 3F0 3I0 0F1 3F1 3I1 0I0 0I1 3W0 3W1 0W0 0W1"
     whole = f"{first}\n{other}".replace("I", "B")
@@ -139,7 +141,7 @@ def test_both_are_held_at_once() -> None:
     assert peaks(proved(together, limited).schedule, amount)[0] == 1.5
 
 
-# Pairs, what gives way to what in the rows, and what the refusal says.
+# Overlapped passes, the text that is replaced in the rows and its replacement, and the refusal.
 REFUSALS = {
     "its own": (
         ["(3F1;3I1)OVERLAP_F_B"], "3F1 3I0 3I1", "3I0 3F1 3I1", r"3I1 needs 3F1",
@@ -159,7 +161,7 @@ REFUSALS = {
     "other rank": (
         ["(3F1;2I0)OVERLAP_F_B"], "", "", r"3I0 comes right after 3F1",
     ),
-    # F of 2F1 leaves with 2I0, which needs 3I0, which runs after 3F1, which needs 2F1.
+    # The output of 2F1 is sent after 2I0, which needs 3I0, which runs after 3F1, which needs 2F1.
     "through another rank": (
         ["(2F1;2I0)OVERLAP_F_B"], "", "",
         r"it would hang: 2RECV_B0 waits for 3SEND_B0 waits for 3I0 waits for 3F1 waits for "
@@ -206,13 +208,16 @@ def test_pairs_that_nobody_asked_for_are_refused() -> None:
 )
 def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
     """Overlapped passes begin when both have their inputs, and their outputs are sent when both
-    have ended. On a loop of two ranks both neighbours of a rank are the same rank: messages crossed
-    there."""
+    have ended.
+
+    On a loop of two ranks, both neighbours of a rank are the same rank; messages used to cross
+    there.
+    """
     program = built(spec, p, 2 * p + 2, p2p=p2p)
     schedule, costs = program.schedule, program.problem.costs
     assert schedule.pairs
     assert bitwise_order(schedule)
-    # Swaps of one batch are more than one queue can tell of.
+    # One queue does not show the swaps of messages in one batch.
     devices = list(Device)[: 2 if p2p is P2P.BATCHED else 3]
     for device in devices:
         timeline = simulate(program, costs, device)
@@ -233,12 +238,15 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
                 assert event is None or event.end <= start + 1e-9
 
 
-# ---- Which are made
+# --- the passes that overlap
 
 
 def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
-    """Under --overlap-moe-expert-parallel-comm Megatron's warm-up is one forward pass longer. From
-    there on each forward pass overlaps with a backward pass (schedules.py)."""
+    """interleaved with overlapped passes has Megatron's own combined order.
+
+    With --overlap-moe-expert-parallel-comm, Megatron's warm-up is one forward pass longer. After it
+    each forward pass overlaps with a backward pass (schedules.py).
+    """
     p, m, chunks = 4, 8, 2
     schedule = built("interleaved", p, m).schedule
     groups = [range(start, start + p) for start in range(0, m, p)]
@@ -256,8 +264,8 @@ def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
 
 
 def test_dualpipe_v_drawn() -> None:
-    """DualPipe's V is as drawn: F of a chunk takes 2, B takes 4, and both overlapped 5 instead of
-    6."""
+    """dualpipe-v is as DualPipe draws it: F of a chunk takes 2, B takes 4, and both overlapped take
+    5 instead of 6."""
     program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,overlap_saving=2")
     assert drawn(simulate(program, program.problem.costs)) == table("""
         0  .  .  1F0 = 2F0 = 1F1 = 2F1 = 1F2+2B0 = = = = 2F2+1B0 = = = = 1F3+2B1 = = = = \
@@ -269,8 +277,8 @@ def test_dualpipe_v_drawn() -> None:
 
 @pytest.mark.parametrize("spec", KEEPING)
 def test_who_keeps_pairs_has_most_forward_passes_in_them(spec: str) -> None:
-    """A schedule that overlaps passes has most forward passes overlapped: in the steady state all
-    but those of the warm-up and the first of the last rank."""
+    """Schedules that overlap passes overlap most forward passes: in the steady state all but those
+    of the warm-up and the first on the last rank."""
     program = built(spec, 4, 24)
     passes = 24 * program.problem.placement.stages
     assert len(program.schedule.pairs) > 0.7 * passes
@@ -290,9 +298,11 @@ def test_where_no_two_can_be_one_it_is_said() -> None:
 
 
 def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
-    """Overlapped with I, F saves 1 of an all-to-all. Overlapped with B, which also has W to
-    compute, F saves 5 or, in the other case, 1. The overlapped passes contain B if it saves 5, and
-    I otherwise."""
+    """F overlaps with B if that saves more time than I does, and with I otherwise.
+
+    Overlapped with I, F saves 1 of an all-to-all. Overlapped with B, which also computes W, it
+    saves 5 in one case and 1 in the other.
+    """
     kinds = {}
     for beside_b in (1.0, 5.0):
         problem = problem_for("zb-v", 4, 16)
@@ -308,8 +318,8 @@ def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
 
 
 def test_pairs_keep_to_the_memory_limit() -> None:
-    """Overlapped passes keep to the memory limit. They take a chunk more than F behind its backward
-    pass, so a tight limit has fewer of them."""
+    """Overlapped passes keep to the memory limit. They hold one chunk more than a forward pass
+    after its backward pass, so with a tight limit fewer passes overlap."""
     free = built("interleaved", 4, 16)
     most = max(peaks(free.schedule, in_microbatches(free.schedule)))
     alone = built("interleaved", 4, 16, pairs=False)
@@ -326,8 +336,8 @@ def test_v_auto_takes_what_gains_most_by_pairs() -> None:
 
 
 def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan said that a recipe's interleaved-zb holds too much memory, although it fits with
-    overlapped passes."""
+    """Overlapped passes are tried if passes alone do not fit. A plan used to say that
+    interleaved-zb needs too much memory for a recipe, although it fits with overlapped passes."""
 
     def refuse(*args: Any) -> None:
         raise ValueError("rank 4 would hold 47 GiB more than it may")
@@ -368,7 +378,7 @@ def test_what_does_not_go_with_pairs(options: dict[str, Any]) -> None:
         problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **options)
 
 
-# ---- Costs
+# --- costs
 
 
 def costs_of(text: str) -> Costs:
@@ -378,13 +388,13 @@ def costs_of(text: str) -> Costs:
 def test_what_hides_in_a_pair() -> None:
     forward, backward = Action(1, Kind.FORWARD, 3), Action(2, Kind.BACKWARD_INPUT, 1)
     costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,overlap_saving=0/1/2/9")
-    assert costs.overlap_saving(forward, backward) == 1  # the lesser of the two stages'
+    assert costs.overlap_saving(forward, backward) == 1  # the smaller saving of the two stages
     assert costs.of_overlapped(forward, backward) == 2 + 6 - 1
     assert (
         costs.overlap_saving(forward._replace(stage=0), backward) == 0
-    )  # dense layers hide nothing
+    )  # dense layers have no communication to overlap
     last = forward._replace(stage=3), backward._replace(stage=3)
-    assert costs.overlap_saving(*last) == 4  # no more than the shorter of them takes
+    assert costs.overlap_saving(*last) == 4  # at most the time of the shorter pass
     whole = backward._replace(kind=Kind.FULL_BACKWARD)
     assert costs.of_overlapped(forward, whole) == 2 + 6.5 - 1
     assert costs_of("f=2,i=2,w=2").of_overlapped(forward, backward) == 2
@@ -420,7 +430,7 @@ def test_tables_that_are_none(value: object, tmp_path: Path) -> None:
         load_costs(tmp_path / "costs.json", V)
 
 
-# ---- Text
+# --- text
 
 
 @pytest.mark.parametrize("spec", KEEPING)
@@ -454,7 +464,7 @@ def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path
     assert build_program(choose(str(path)), program.problem).digest == program.digest
 
 
-# ---- The command line
+# --- the command line
 
 
 def run(*args: str) -> str:
@@ -491,8 +501,8 @@ def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
 
 
 def test_a_plan_compares_with_and_without() -> None:
-    """A plan compares with and without overlapped passes, recommends them if they gain, and says
-    what to write. Lines have none."""
+    """A plan compares schedules with and without overlapped passes, recommends them if they gain,
+    and says which flag to write. Linear placements have none."""
     training = Training(
         2, 8, lambda placement: parse_costs(COSTS, placement), options=ScheduleOptions(pairs=True)
     )
@@ -504,7 +514,7 @@ def test_a_plan_compares_with_and_without() -> None:
     assert written == [("--overlap-moe-expert-parallel-comm",), (), ()]
 
 
-# ---- Pictures
+# --- pictures
 
 
 def test_a_pair_is_a_box_of_two_colours(tmp_path: Path) -> None:

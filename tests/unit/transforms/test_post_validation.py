@@ -1,4 +1,5 @@
-"""Post-validation: where its actions go, what the proof refuses, and what a step then costs."""
+"""Tests of post-validation: the places of its actions, what the proof refuses, and what a step then
+costs."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def program(name: str, p: int, m: int, costs: str = EQUAL, *, validated: bool = 
     return build_program(choose(name), problem(name, p, m, costs, validated=validated))
 
 
-# ---- Where its actions go
+# --- the places of its actions
 
 LINE = """
 0RECV_V0 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3 0F4 0SETTLE0 0SEND_F4 0RECV_B0 \
@@ -127,7 +128,7 @@ def test_the_verdict_is_waited_for_as_late_as_can_be(name: str) -> None:
             prove(replace(made.schedule, rows=rows), made.problem)
 
 
-# ---- What the proof refuses
+# --- refusals of the proof
 
 SMALL = """
 0RECV_V0 0F0 0SEND_F0 0F1 0SETTLE0 0SEND_F1 0RECV_B0 0WAIT_F0 0I0 0W0 0RECV_B1 0WAIT_F1 0I1 0W1 \
@@ -223,7 +224,7 @@ def test_no_placement_whose_first_stages_share_a_rank() -> None:
         )
 
 
-# ---- What holds of all of them
+# --- all schedules
 
 NAMES = st.sampled_from(sorted(n for n, entry in entries().items() if not entry.traits.searches))
 FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
@@ -240,9 +241,11 @@ FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
 def test_every_schedule(
     name: str, p: int, m: int, fiw: tuple[float, float, float], comm: float
 ) -> None:
-    """Every schedule goes with post-validation. The program is proved. Only forward passes without
-    a loss come before the verdict. A step costs no more than without post-validation, and no less
-    than the work of a rank."""
+    """Post-validation works with every schedule.
+
+    The program is proved. Only forward passes without a loss come before the verdict. A step costs
+    no more than without post-validation, and no less than the work of a rank.
+    """
     resolved = choose(name)
     placement = resolved.place(p)
     wanted = Problem(
@@ -253,7 +256,7 @@ def test_every_schedule(
     except InvalidSchedule:
         raise
     except ValueError:
-        assume(False)  # the family has none for so many microbatches
+        assume(False)  # the family has no schedule for so many microbatches
     for row in made.schedule.rows:
         settles = settles_at(row)
         before = [action for action in row[:settles] if is_compute(action)]
@@ -269,8 +272,8 @@ def test_every_schedule(
 @settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_any_order_of_passes(seed: int) -> None:
-    """Any order of passes goes with post-validation: for random schedules with random costs and
-    placements the transform makes programs that are proved."""
+    """Post-validation works with any order of passes: for random schedules with random costs and
+    placements, the transformed programs are proved."""
     case = random_case(seed)
     firsts = sorted(stages[0] for stages in case.problem.placement.stages_of)
     assume(firsts == list(range(case.problem.ranks)))
@@ -281,7 +284,7 @@ def test_any_order_of_passes(seed: int) -> None:
     assert step_seconds(proved, wanted.costs) <= limit * (1 + 1e-9)
 
 
-# ---- What a step costs
+# --- the cost of a step
 
 HEADLINE = [
     (name, p, k * p, costs)
@@ -302,8 +305,8 @@ def test_a_step_costs_the_span(name: str, p: int, m: int, costs: str) -> None:
 
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v", "1f1b", "interleaved"])
 def test_without_it_a_step_costs_the_makespan(name: str) -> None:
-    """Without post-validation a step costs the makespan, also if steps are simulated one after the
-    other: all ranks wait for the last."""
+    """Without post-validation a step costs its makespan, also if steps are simulated one after the
+    other: all ranks wait for the last one."""
     made = program(name, 4, 8, USUAL, validated=False)
     makespan = simulate(made, made.problem.costs).makespan
     assert step_seconds(made, made.problem.costs) == makespan
@@ -318,7 +321,7 @@ def test_steps_follow_one_another_on_every_rank() -> None:
         for before, after in zip(earlier.compute, later.compute, strict=True):
             assert before[-1].end <= after[0].start
         latest = max(row[-1].end for row in earlier.compute)
-        assert later.start < latest  # and overlap
+        assert later.start < latest  # and they overlap
 
 
 def test_the_verdict_comes_after_every_step_and_before_what_lasts() -> None:
@@ -329,15 +332,17 @@ def test_the_verdict_comes_after_every_step_and_before_what_lasts() -> None:
     assert len(settled) == 4 and all(event.end >= stepped for event in settled)
 
 
-# ---- Memory
+# --- memory
 
 
 @pytest.mark.parametrize("name", ["zb-2p", "zb-v", "zb-h2", "1f1b", "interleaved-zb"])
 @pytest.mark.parametrize("m", [3, 4, 8])
 def test_memory_is_that_of_one_step(name: str, m: int) -> None:
-    """Memory under post-validation is that of one step. When a rank begins the next step nothing of
-    the last one is left: its forward passes before the verdict store what they would store anyway,
-    and no peak is higher."""
+    """Under post-validation a rank needs only the memory of one step.
+
+    When it begins the next step, it holds nothing of the last one. The forward passes before the
+    verdict hold what they would hold anyway, and no peak is higher.
+    """
     made = program(name, 4, m, USUAL).schedule
     plain = program(name, 4, m, USUAL, validated=False).schedule
     amount = in_microbatches(made)
@@ -345,25 +350,26 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
     for row in made.rows:
         twice = memory_curve(row + row, amount)
         assert max(twice) == pytest.approx(max(memory_curve(row, amount)))
-        assert row[-1].kind in (Kind.STEP, Kind.SEND_P)  # after all that frees
+        assert row[-1].kind in (Kind.STEP, Kind.SEND_P)  # comes after all that frees memory
 
 
-# ---- What makes use of it
+# --- searches for it
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("costs", [EQUAL, USUAL, "f=10,i=9,w=12,comm=3"])
 def test_zb_auto_looks_for_the_least_step(costs: str) -> None:
     """zb-auto searches for the shortest step under post-validation: no longer than other schedules
-    on a line, within the same memory."""
+    on a linear placement, within the same memory."""
     least = step_of("zb-auto", costs)
     for other in ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b"):
         assert least <= step_of(other, costs) * (1 + 1e-9), other
 
 
 def test_zb_auto_may_find_it_by_the_makespan() -> None:
-    """With slow messages the span of one step, by which zb-2p is searched, does not give the
-    shortest step. zb-auto is searched by the makespan."""
+    """With slow messages, zb-auto finds a shorter step than zb-2p. zb-2p is searched by the span of
+    one step, which does not lead to the shortest step then; zb-auto is also searched by the
+    makespan."""
     costs = "f=10,i=1,w=12,comm=8"
     assert step_of("zb-auto", costs, m=9) < step_of("zb-2p", costs, m=9) - 1
 
@@ -384,8 +390,8 @@ def step_of(name: str, costs: str, m: int = 8) -> float:
 
 
 def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """v-auto searches for the least span, and finds what zb-v's makespan does not lead to. The
-    cache keeps the two searches apart."""
+    """v-auto searches for the shortest span under post-validation, and finds a schedule that the
+    makespan of zb-v does not lead to. The cache keeps the two searches apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     for name, value in (("_PERIODS", (90, 100)), ("_PROMISING", 4), ("_ROUNDS", 4)):
@@ -398,9 +404,9 @@ def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
-    """Packing for the span keeps ranks to their turns. A rank that begins last has no tail; the one
-    with the first stage has the longest, both ways round. The packed length is the span plus the
-    time by which the last rank begins later."""
+    """Packing for the span keeps the ranks' order of beginning. The rank that begins last has no
+    tail, and the one with the first stage has the longest, in both directions of time. The packed
+    length is the span plus the time by which the last rank begins later."""
     wanted = problem("zb-v", 4, 8, USUAL)
     shop = job_shop_of(wanted)
     assert [shop.tick * tail for tail in shop.tails] == pytest.approx([0, 6, 12, 18])
@@ -458,7 +464,7 @@ def test_the_promise_of_a_launch_tells_both() -> None:
 def run(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == code, result.output
-    return result.output if code else result.stdout  # stderr has progress
+    return result.output if code else result.stdout  # stderr has the progress
 
 
 def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
@@ -510,11 +516,12 @@ def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "--pipeline-post-validation" not in without["written"]["added"]
 
 
-# ---- Consecutive steps, measured
+# --- measured consecutive steps
 
 
 def test_measured_steps_that_overlap_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Predicted steps are moved and stretched together, so that they overlap as predicted."""
+    """Measured steps that overlap can be written to a trace and read again. Predicted steps are
+    moved and stretched together, so that they overlap as predicted."""
     made = program("zb-2p", 4, 8, USUAL)
     predicted = simulate_steps(made, made.problem.costs, 3)
     measured = [step.moved(100 + 2 * step.start, 2.0) for step in predicted]

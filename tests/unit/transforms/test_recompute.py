@@ -1,4 +1,4 @@
-"""Recomputed activations, freed after F: their order, memory and time."""
+"""Tests of activations that are freed after F and recomputed: their order, memory and time."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def makespan(program: Program) -> float:
     return simulate(program, program.problem.costs).makespan
 
 
-# ---- The kind
+# --- the kind R
 
 
 def test_a_schedule_by_hand() -> None:
-    """A schedule with recompute by hand: F stores a tenth, R takes the rest at its start; R runs
-    while the rank waits for a gradient."""
+    """A schedule with recompute has the times and memory computed by hand: F holds a tenth, R takes
+    the rest when it starts, and R runs while the rank waits for a gradient."""
     program = proved_by_hand(BY_HAND, problem_by_hand(limit=1.1))
     row = program.schedule.rows[0]
     held = memory_curve(row, in_microbatches(program.schedule))
@@ -108,8 +108,8 @@ def test_what_is_wrong_with_r_is_named(there: str, damaged: str, names: str) -> 
 
 
 def test_without_one_r_there_is_no_room() -> None:
-    """A schedule may choose the activations to recompute under a limit. With one too few it is
-    refused for its memory."""
+    """Under a memory limit, a schedule may choose the activations to recompute. With one R too few
+    it is refused for its memory."""
     problem = problem_by_hand(limit=1.1, recompute=FIT)
     with pytest.raises(InvalidSchedule, match="0R0 brings rank 0 over the memory limit"):
         proved_by_hand(BY_HAND.replace("0R1 ", ""), problem)
@@ -132,7 +132,8 @@ def test_in_bytes_the_input_is_what_comes_from_the_stage_before() -> None:
         LinkCosts(message_bytes=7.0),
     )
     amount = in_bytes(costs)
-    assert [amount(Held.INPUT, stage) for stage in (0, 1)] == [0.0, 7.0]  # tokens are nothing
+    # the first stage's input are tokens, which count as nothing
+    assert [amount(Held.INPUT, stage) for stage in (0, 1)] == [0.0, 7.0]
     amount = in_bytes(costs.with_links(message_bytes=0.0))
     assert amount(Held.INPUT, 1) == 10.0
     rows = rows_of("1F0 1F1 1R0 1I0 1W0 1R1 1I1 1W1")
@@ -156,7 +157,7 @@ def test_a_table_with_r_needs_no_flag(tmp_path: Path) -> None:
     assert not choose("zb-h1").recomputes
 
 
-# ---- What is asked for
+# --- the setting
 
 
 def test_texts() -> None:
@@ -187,14 +188,14 @@ def test_refusals(problem: dict[str, object], message: str) -> None:
         Problem(line(2), 4, costs).with_options(**problem)
 
 
-# ---- The transform
+# --- the transform
 
 
 @settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
-    """The passes of any schedule stay in their order, each R comes between its F and its I, the
-    whole is proved, and no rank holds more than before."""
+    """Recompute works with any schedule: its passes stay in their order, each R comes between its F
+    and its I, the program is proved, and no rank holds more than before."""
     case = random_case(seed)
     stages = case.problem.placement.stages
     problem = case.problem.with_options(recompute=Recompute(first=Random(seed).randint(1, stages)))
@@ -210,7 +211,8 @@ def test_any_schedule_takes_them(seed: int) -> None:
 
 
 def held_by_hand(row: tuple[Action, ...], share: float) -> list[float]:
-    """The microbatches that a rank holds during each pass, counted one activation at a time."""
+    """Return the microbatches that a rank holds during each pass, counted one activation at a
+    time."""
     again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE}
     whole: set[tuple[int, int]] = set()
     inputs: set[tuple[int, int]] = set()
@@ -228,7 +230,7 @@ def held_by_hand(row: tuple[Action, ...], share: float) -> list[float]:
 
 
 def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, int]]:
-    """All but W and R in their order, and how many of those come before each W."""
+    """Return all passes but W and R in their order, and how many of these come before each W."""
     others: list[Action] = []
     before = {}
     for action in row:
@@ -242,8 +244,9 @@ def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, in
 @settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_what_fits_is_within_the_limit(seed: int) -> None:
-    """Recompute keeps the order of F, I and B, and moves no W later. The memory is as counted by
-    hand. A schedule over the limit is over it also with all activations recomputed."""
+    """Recompute keeps the order of F, I and B, and moves no W later. The memory is the one counted
+    by hand. If a schedule stays over the limit, it is over it with all activations recomputed,
+    too."""
     random, case = Random(seed), random_case(seed)
     limit = MemoryLimit(microbatches=random.choice([1.0, 1.5, 2.0, 3.0]))
     problem = replace(case.problem, memory_limit=limit).with_options(recompute=FIT)
@@ -281,8 +284,8 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
 def test_a_schedule_takes_less_memory_than_its_order_needs(
     spec: str, limit: float, makespan_: float
 ) -> None:
-    """Recompute makes a schedule take less memory than its order needs. At p = 8, m = 32 1F1B needs
-    8 microbatches and takes 1238, zb-v 8 and 1035, interleaved 11.5 and 1139."""
+    """With recompute, a schedule fits into less memory than its order needs. At p = 8 and m = 32,
+    1F1B needs 8 microbatches and takes 1238, zb-v 8 and 1035, interleaved 11.5 and 1139."""
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(
@@ -298,8 +301,8 @@ def test_a_schedule_takes_less_memory_than_its_order_needs(
 
 
 def test_with_a_divided_vocabulary() -> None:
-    """With a split vocabulary a schedule holds more microbatches, and recompute fits it into the
-    limit. An evaluation recomputes nothing."""
+    """With a split vocabulary, a schedule holds more microbatches, and recompute makes it fit into
+    the limit. An evaluation recomputes nothing."""
     placement = v(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1,output_layer=6/6/6,embedding=1/1", placement)
     problem = Problem(
@@ -362,9 +365,12 @@ _WITH_BYTES = (
 def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     spec: str, wanted: Recompute, costs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit that a refusal names is enough, and a little less is not. A refusal named 104.9 MiB
-    although 40.1 MiB were enough: the last reason counted, which was that of the family, and
-    families know nothing of recompute. Another named 59.1 MiB although 55.3 MiB were enough."""
+    """The memory limit that a refusal names is enough, and a little less is not.
+
+    A refusal used to name 104.9 MiB although 40.1 MiB were enough: it took the last reason, which
+    came from the family, and families do not consider recompute. Another named 59.1 MiB although
+    55.3 MiB were enough.
+    """
     if costs == _WITH_BYTES:
         (tmp_path / "costs.json").write_text(costs)
         costs = str(tmp_path / "costs.json")
@@ -394,8 +400,10 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
 
 @pytest.mark.parametrize("spec", ["v-auto", "loop-auto", "wave-auto"])
 def test_an_evaluation_recomputes_nothing(spec: str) -> None:
-    """An evaluation recomputes nothing. Families that choose the activations to recompute got no
-    limit in an evaluation, and said that recompute had none to fit into, which ended the training.
+    """An evaluation recomputes nothing.
+
+    Families that choose the activations to recompute get no limit in an evaluation. They used to
+    say that recompute had no limit to fit into, which ended the training.
     """
     resolved = choose(spec).without_search
     placement = resolved.place(2)

@@ -1,6 +1,8 @@
-"""Microbatches cut into slices along their sequence: orders, proof, costs, memory, oracles.
+"""Tests of sequences that are cut into slices: orders, proof, costs, memory, and comparison with
+simple computations.
 
-In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a slice cost 1.
+In tables a column is a unit of time, ``.`` is idle, and ``=`` continues a pass; F, I and W of a
+slice take 1.
 """
 
 import json
@@ -62,12 +64,12 @@ def built(spec: str, p: int, m: int, k: int, *costs: str) -> Program:
 
 
 def figures(program: Program) -> tuple[float, float]:
-    """Makespan, and peak on the first rank."""
+    """Return the makespan, and the peak of the first rank."""
     makespan = simulate(program, program.problem.costs).makespan
     return makespan, peaks(program.schedule, in_microbatches(program.schedule))[0]
 
 
-# ---- Tables
+# --- tables
 
 TABLES = {
     ("1f1b", 2, 1, 2): """
@@ -112,7 +114,7 @@ def test_table(spec: str, p: int, m: int, k: int) -> None:
     assert drawn(simulate(program, program.problem.costs)) == table(TABLES[spec, p, m, k])
 
 
-# ---- Published figures: F = 1, B = 2, equal slices, no hops; makespan and peak of rank 0
+# --- published figures: F = 1, B = 2, equal slices, free messages; makespan and peak of rank 0
 
 SEQ1F1B = {
     (4, 8): [(33, 4), (28.5, 2.5), (26.25, 1.75), (25.125, 1.375)],
@@ -166,8 +168,8 @@ def test_slimpipe(p: int, m: int) -> None:
     ("attention", "even", "peak"), [(0.1, 28.69, 1.92), (0.3, 32.83, 2.02), (0.5, 36.96, 2.12)]
 )
 def test_balanced_lengths_make_up_for_attention(attention: float, even: float, peak: float) -> None:
-    """Balanced lengths make up for attention. Later slices attend to more tokens; lengths with
-    equal costs regain what equal lengths lose."""
+    """Slices of balanced lengths make up for attention. Later slices attend to more tokens; with
+    lengths of equal cost, the step is as short as without attention."""
     costs = f"f=1,i=1,w=1,attention={attention}"
     assert figures(built("1f1b", 8, 8, 8, costs))[0] == pytest.approx(even, abs=0.005)
     balanced = figures(built("1f1b", 8, 8, 8, costs, "balanced"))
@@ -183,8 +185,8 @@ def test_balanced_lengths(attention: float, first: float, last: float) -> None:
 
 
 def test_an_eager_warm_up_hides_hops() -> None:
-    """An eager warm-up hides messages: p = 8, m = 32, k = 8, and a message takes a fifth of a
-    slice's F."""
+    """An eager warm-up hides messages. Here p = 8, m = 32, k = 8, and a message takes a fifth of
+    the F of a slice."""
     costs = "f=1,i=1,w=1,comm=0.2"
     lean, eager = (figures(built(f"1f1b:eager={e}", 8, 32, 8, costs)) for e in ("no", "yes"))
     assert lean == pytest.approx((109.8, 1.875), abs=0.05)
@@ -206,13 +208,16 @@ def test_an_eager_warm_up_is_chosen_by_costs_and_limit(name, comm, limit, eager)
         choose(f"{name}:eager=true").build(problem)
 
 
-# ---- What they must not do
+# --- orders that must not be used
 
 
 def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_ranks() -> None:
-    """The published interleaved warm-up (Seq1F1B-I) hangs if there are more slices than ranks: p =
-    4, k = 8, v = 2, groups of p slices, (v-1)p + 2(p-1-r) + k-1 forward passes first. A rank would
-    run the backward pass of a microbatch whose forward pass has not ended."""
+    """The published interleaved warm-up (Seq1F1B-I) hangs if there are more slices than ranks. A
+    rank would run the backward pass of a microbatch whose forward pass has not ended.
+
+    Here p = 4, k = 8, v = 2, with groups of p slices and (v-1)p + 2(p-1-r) + k-1 forward passes
+    first.
+    """
     p, m, k, chunks = 4, 8, 8, 2
     problem = problem_for("interleaved", p, m, k)
     there = list(batched(problem.forwards, p))
@@ -238,7 +243,8 @@ def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_rank
     [(2, 3, 1), (4, 2, 3), *at_night(*product([2, 3, 4], [2, 3, 4, 6], [1, 3, 4]))],
 )
 def test_every_size_is_sound(p: int, k: int, m: int) -> None:
-    """Slices of every size are sound: proved, and with one order of sums."""
+    """Slices are sound at every size: programs are proved, and weight gradients are summed in one
+    order."""
     for name in TAKES_SLICES:
         program = built(name, p, m, k, "f=3,i=4,w=2,comm=0.1,attention=0.3", "balanced")
         assert bitwise_order(program.schedule), name
@@ -274,8 +280,8 @@ def test_what_is_wrong_is_named(rows: str, message: str) -> None:
 
 
 def test_stages_take_slices_in_one_order() -> None:
-    """All stages must run slices in the same order. Stage 1 runs each microbatch's slices in order,
-    but alternates between two microbatches, which stage 0 does not: this is refused."""
+    """All stages must run slices in the same order. Here stage 1 runs the slices of each microbatch
+    in order but alternates between two microbatches, as stage 0 does not; this is refused."""
     problem = problem_for("1f1b", 2, 2, 2)
     backward = "{0}B0.1 {0}B0.0 {0}B1.1 {0}B1.0"
     rows = (
@@ -326,7 +332,7 @@ def test_a_family_without_an_order_for_slices(tmp_path: Path) -> None:
         built(str(mine), 2, 2, 2)
 
 
-# ---- Text forms
+# --- text forms
 
 
 def test_the_text_of_a_slice() -> None:
@@ -353,7 +359,7 @@ def test_texts_that_are_no_slice(text: str, slices: int, message: str) -> None:
 
 
 def test_csv(tmp_path: Path) -> None:
-    """A CSV table of slices is read back, proved, and cut as the step is."""
+    """A CSV table of slices can be read and proved, and its slices are cut as in the step."""
     made = built("zb-h1", 3, 4, 2, "f=1,i=1,w=1,attention=0.5", "balanced")
     text = to_csv(made.schedule)
     assert text.startswith("0F0.0,0F0.1,0F1.0,")
@@ -420,18 +426,18 @@ def test_lengths_in_tokens() -> None:
     assert lengths_of((0.98, 0.99, 1.0), 4) == (2, 1, 1)
 
 
-# ---- Costs and memory
+# --- costs and memory
 
 
 def test_costs_of_slices() -> None:
-    """Costs of slices: slice j of k of equal tokens takes (1-a)/k + a(2j+1)/k^2 of F; W has no
-    attention."""
+    """Slice j of k with equal tokens takes (1-a)/k + a(2j+1)/k^2 of F, where a is the share of
+    attention. W has no attention."""
     problem = problem_for("zb-h1", 2, 1, 4, "f=8,i=12,w=4,comm=1,attention=0.5,latency=0.2")
     costs = problem.costs
     parts = problem.parts(0)
     assert [costs.of(Action(0, F, part)) for part in parts] == [1.25, 1.75, 2.25, 2.75]
     assert [costs.of(Action(0, W, part)) for part in parts] == [1, 1, 1, 1]
-    # Half of I and W, all of it in I.
+    # half of I and W together, all of it in I
     assert [costs.of(Action(0, I, part)) for part in parts] == [1.5, 2.5, 3.5, 4.5]
     assert costs.of(Action(0, Kind.SEND_F, parts[0])) == pytest.approx(0.2 + 0.8 / 4)
     assert costs.of(Action(0, F, 0)) == 8 and costs.of(Action(0, Kind.SEND_F, 0)) == 1
@@ -439,7 +445,8 @@ def test_costs_of_slices() -> None:
 
 
 def test_joined_w_takes_its_fixed_part_once() -> None:
-    """Each W alone takes the fixed part, and a joined pass takes it with the first slice's W."""
+    """A joined W takes its fixed part once, with the W of the first slice. A W of its own takes it
+    for each slice."""
     problem = problem_for("zb-h1", 2, 1, 4, "f=8,i=12,w=4,fixed_w=2")
     parts = problem.parts(0)
     assert [problem.costs.of(Action(0, W, part)) for part in parts] == [2.5] * 4
@@ -451,7 +458,8 @@ def test_joined_w_takes_its_fixed_part_once() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v", "v-half", "zb-auto", "dualpipe-v"])
 def test_joined_w_follow_each_other_and_save_the_fixed_part(spec: str) -> None:
-    """The W of all slices of a microbatch follow each other, from the last slice to the first."""
+    """Joined W of all slices of a microbatch follow each other, from the last slice to the first,
+    and save the fixed part."""
     apart = problem_for(spec, 2, 3, 4, "f=10,i=10,w=10,fixed_w=6")
     slices = replace(apart.slices, joined_weights=True)
     program = build_program(choose(spec), apart.with_options(slices=slices))
@@ -477,8 +485,11 @@ def test_joined_w_follow_each_other_and_save_the_fixed_part(spec: str) -> None:
     "options", [{"activation_offload": Offload.FULL}, {"recompute": Recompute(fit=True)}]
 )
 def test_joined_w_without_what_does_not_know_them(options: dict[str, Any]) -> None:
-    """Offload would free the inputs of each slice's weights at its own W, and all are needed at the
-    last one: the proved peak was half of what a rank held."""
+    """Joined W do not go with activation offload or recompute.
+
+    Offload would free the inputs of a slice's weights at the slice's own W, but the last W needs
+    them all. The proved peak used to be half of what a rank held.
+    """
     problem = problem_for("zb-h1", 2, 3, 4, "f=10,i=10,w=10,d2h=1,h2d=1")
     slices = replace(problem.slices, joined_weights=True)
     limited = replace(problem, memory_limit=MemoryLimit(microbatches=1.8))
@@ -519,9 +530,9 @@ def with_bytes(problem: Problem) -> Problem:
 
 
 def test_bytes_of_slices() -> None:
-    """Bytes of slices: a slice takes its share of activations from F to I, and of W's inputs until
-    W; gradients of keys and values are gathered for the whole microbatch, from its last slice's I
-    to its first's."""
+    """The memory of slices in bytes: a slice holds its share of activations from F to I, and of the
+    inputs of W until W. Gradients of keys and values are summed for the whole microbatch, from the
+    I of the last slice to that of the first."""
     problem = with_bytes(problem_for("zb-h1", 1, 1, 2))
     text = "0F0.0 0F0.1 0I0.1 0W0.1 0I0.0 0W0.0"
     row = tuple(parse_action(action, 2) for action in text.split())
@@ -529,7 +540,8 @@ def test_bytes_of_slices() -> None:
 
 
 def test_recompute_keeps_keys_and_values() -> None:
-    """Later slices attend to keys and values, so recompute frees all of a slice but these."""
+    """Recompute frees everything of a slice but its keys and values, to which later slices
+    attend."""
     problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_options(recompute=Recompute(first=1))
     program = build_program(choose("1f1b"), problem)
     assert program.text == "0F0.0,0F0.1,0R0.1,0B0.1,0R0.0,0B0.0\n"
@@ -549,7 +561,8 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
 
 
 def test_offload_of_slices_leaves_keys_and_values() -> None:
-    """Keys and values stay for the slices that attend to them, and take no time on the link."""
+    """Offload of slices keeps keys and values on the rank for later slices, so they take no time on
+    the link."""
     program = offloaded("1f1b", Offload.FULL)
     costs, row = program.problem.costs, program.schedule.rows[0]
     part = program.problem.parts(0)[0]
@@ -566,7 +579,8 @@ def test_offload_of_slices_leaves_keys_and_values() -> None:
 
 
 def test_the_first_half_of_the_slices_leaves() -> None:
-    """The first half of the slices is offloaded, as its activations live longest (SPPO)."""
+    """With half of the activations offloaded, it is the first half of the slices, whose activations
+    live longest (SPPO)."""
     for row in offloaded("1f1b", Offload.HALF).schedule.rows:
         gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
         assert gone <= {0, 1}
@@ -580,7 +594,8 @@ def test_uneven_slices_hold_by_their_tokens() -> None:
 
 @pytest.mark.search
 def test_zb_auto_of_slices() -> None:
-    """zb-auto of slices is never slower than others on a line, and within its limit."""
+    """zb-auto of slices is no slower than other schedules on a linear placement, and within its
+    limit."""
     costs = "f=10,i=12,w=8,comm=1,attention=0.3"
     best, h1 = (figures(built(name, 3, 4, 2, costs))[0] for name in ("zb-auto", "zb-h1"))
     assert best <= h1
@@ -591,8 +606,11 @@ def test_zb_auto_of_slices() -> None:
 
 @pytest.mark.parametrize("name", TAKES_SLICES)
 def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
-    """The bound of whole microbatches is longer than a step of slices. ``auto`` used it, and so
-    rejected schedules of slices that were shorter."""
+    """No schedule of slices is shorter than its lower bound.
+
+    The bound of whole microbatches is longer than a step of slices. ``auto`` used to apply it, and
+    so rejected schedules of slices that were shorter.
+    """
     problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
     splits = choose(name).traits.splits_backward
     least = makespan(choose(name).build(problem), problem)
@@ -606,7 +624,7 @@ def test_a_bound_is_not_certified() -> None:
         certify(built("1f1b", 2, 2, 2), 1.0)
 
 
-# ---- Commands
+# --- commands
 
 
 def run(*words: str) -> str:

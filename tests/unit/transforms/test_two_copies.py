@@ -1,4 +1,5 @@
-"""Two copies of the model folded onto one: the same passes at the same times on the same ranks."""
+"""Tests of schedules of two model copies that are folded onto one: the same passes at the same
+times on the same ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ BY_V = ("zb-v", "v-half", "1f1b-v", "dualpipe-v", "chimera", "hanayo:waves=1", "
 
 
 def costs_of(placement: Placement, hop: float) -> Costs:
-    """F, I and W of a stage take 1, as `two_copies.makespan` has it."""
+    """Return costs in which F, I and W of a stage take 1, as in `two_copies.makespan`."""
     f = placement.chunks
     return uniform(placement, f, f, f, hop)
 
@@ -47,14 +48,14 @@ def seconds(schedule: Schedule, hop: float) -> float:
     return simulate(complete(schedule, problem), problem.costs).makespan
 
 
-# ---- The papers' figures, in their own p and m: here half of each
+# --- the papers' figures, with their own p and m; the tests use half of each
 
 
 @pytest.mark.parametrize(
     ("name", "p", "m", "makespan", "peaks_of_stages"),
     [
         ("chimera", 4, 4, 16, (4, 3)),
-        ("chimera", 8, 8, 36, (8, 7, 6, 5)),  # bubble (p-2)/(3m/2 + p-2) of all, with m = p
+        ("chimera", 8, 8, 36, (8, 7, 6, 5)),  # bubble (p-2)/(3m/2 + p-2) of the step, with m = p
         ("chimera", 8, 16, 66, (8, 7, 6, 5)),
         ("bitpipe", 8, 8, 60, (16, 15, 14, 13)),  # of half a stage each: 30, and 6.5 to 8
         ("bitpipe", 8, 16, 114, (16, 15, 14, 13)),
@@ -75,8 +76,8 @@ def test_published_figures(
 
 
 def test_bitpipes_bubble_where_passes_take_as_long() -> None:
-    """BitPipe's published bubble holds if passes take equal time: (p-2) / (4m + p-2) of all, with m
-    = p: 19 stages' time of p = 8."""
+    """BitPipe's published bubble holds if passes take equal time: (p-2) / (4m + p-2) of the step
+    with m = p, which is 19 times a stage's time with p = 8."""
     placement = choose("bitpipe").place(4)
     problem = Problem(placement, 4, uniform(placement, 2, 1, 1))
     timeline = simulate(build_program(choose("bitpipe"), problem), problem.costs)
@@ -97,7 +98,7 @@ def test_bubble_by_units(name: str, p: int, units: int) -> None:
         assert timeline.makespan - timeline.work == pytest.approx(bubble)
 
 
-# ---- DualPipe
+# --- DualPipe
 
 
 @pytest.mark.parametrize(("m", "makespan"), [(16, 51), (20, 63), (32, 99)])
@@ -110,7 +111,7 @@ def test_dualpipe_folds_to_dualpipe_v(m: int, makespan: int) -> None:
     assert two_copies.makespan(copies, 0.1) == pytest.approx(makespan + 1.7)
 
 
-# ---- Fold and unfold
+# --- fold and unfold
 
 
 @pytest.mark.parametrize("spec", BY_V)
@@ -157,11 +158,11 @@ def test_both_copies_are_drawn_at_the_times_of_the_fold() -> None:
     folded = scheduled("chimera", 1, 1)
     problem = Problem(folded.placement, 1, costs_of(folded.placement, 0))
     both = unfolded(simulate(complete(folded, problem), problem.costs))
-    # Stages 2 and 3 are copy 1's.
+    # Stages 2 and 3 belong to copy 1.
     assert drawn(both) == table("0 0F0 3F0 3B0 = 0B0 =\n1 2F0 1F0 1B0 = 2B0 =")
 
 
-# ---- Files
+# --- files
 
 
 @pytest.mark.parametrize("counted", ["on", "anew"])

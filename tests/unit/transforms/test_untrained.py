@@ -1,4 +1,5 @@
-"""Stages before the first trained stage: forward passes alone, and no gradient is sent to them."""
+"""Tests of stages before the first trained stage: they run only forward passes, and no gradient is
+sent to them."""
 
 from __future__ import annotations
 
@@ -86,9 +87,12 @@ def test_it_takes_less_time_and_memory(spec: str) -> None:
 @pytest.mark.parametrize("first_trained_stage", [1, 2])
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "interleaved-zb", "zb-v"])
 def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
-    """Messages of untrained stages do not pile up. The first stages have less to do than the
-    others, and nothing to wait for. If each waited for its sends only at the row's end, it would be
-    done when the others have just begun."""
+    """Messages of untrained stages do not pile up.
+
+    Untrained stages have less work than the others and wait for no gradient. If they waited for
+    their sends only at the end of the row, they would have finished when the others have just
+    begun.
+    """
     costs = problem(spec, 0).costs.with_links(message_bytes=1.0)
     asked = replace(problem(spec, first_trained_stage), costs=costs, microbatches=24)
     program = build_program(choose(spec), asked)
@@ -109,8 +113,8 @@ def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
 
 
 def test_the_proof_knows() -> None:
-    """The proof finds a backward pass before the first trained stage, a missing one behind it, and
-    a gradient that is sent to a stage without use for it."""
+    """The proof finds a backward pass before the first trained stage, a missing one after it, and a
+    gradient that is sent to an untrained stage."""
     whole, program = made("zb-h1", 0), made("zb-h1", 1)
     with pytest.raises(
         InvalidSchedule, match="0RECV_B0 has no place, as nothing before stage 1 is"
@@ -147,8 +151,9 @@ def test_post_validation(first_trained_stage: int) -> None:
 
 
 def test_what_is_kept_counts_against_a_limit() -> None:
-    """Memory before the first trained stage counts against a limit: 1F1B's first rank stores three
-    microbatches, of 8 bytes each, and the second two."""
+    """Memory of trained stages counts against a limit, and untrained stages hold none. The second
+    rank of 1F1B holds two microbatches of 8 bytes each; if all stages are trained, the first rank
+    holds three."""
     within = replace(problem("1f1b", 1), memory_limit=MemoryLimit(bytes=16))
     program = build_program(choose("1f1b"), within)
     assert peaks(program.schedule, in_bytes(program.problem.costs)) == [0, 16, 8]
@@ -180,8 +185,8 @@ def test_a_line_says_so() -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "interleaved-zb", "zb-v"])
 def test_clocks_are_compared_by_what_is_sent(spec: str) -> None:
-    """Clocks of untrained stages are compared by what they send: no gradient comes back to the
-    first stages that would bound their clocks."""
+    """The clocks of ranks with untrained stages are compared by the messages that they send. No
+    gradient comes back to these ranks that could bound their clocks."""
     program = made(spec, 2)
     timeline = simulate(program, program.problem.costs)
     metrics = metrics_of(told(program, [timeline]), timeline, overlap=False)

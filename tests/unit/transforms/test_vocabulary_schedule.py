@@ -1,4 +1,4 @@
-"""Vocabulary parallelism as a part of schedules: order, memory, time."""
+"""Tests of schedules with a vocabulary that is split over the ranks: order, memory and time."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from tests.helpers.reference_runs import run, runs_to_end
 from tests.helpers.schedules import with_messages
 
 NONE, ONE, TWO = VocabularyParallel
-MORE = {ONE: 2, TWO: 1}  # intervals, and microbatches that are held
+MORE = {ONE: 2, TWO: 1}  # additional intervals, and additional microbatches in memory
 LINES, VS = ("1f1b", "zb-h1", "gpipe", "zb-h2"), ("zb-v", "v-half", "v-min", "1f1b-v")
 LAYERS_HOLD = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
 PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
-    """Layers alike, or not, or most of them for nothing; a head of up to twenty stages."""
+    """Return costs with equal layers, unequal ones or mostly free ones, and an output layer as long
+    as up to twenty stages."""
     choices = random.choice([(6.0,), (0.5, 1.0, 1.7, 3.1), (0.0, 0.0, 1.0)])
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
     figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])
@@ -66,13 +67,14 @@ def random_problem(random: Random, names: Sequence[str], most: int) -> tuple[str
 
 
 def without(name: str, problem: Problem) -> Schedule:
-    """The schedule that the vocabulary's passes are added to."""
+    """Return the schedule before the passes of the vocabulary are added."""
     costs = share_vocabulary(problem.costs, problem.placement, problem.options.vocab_parallel)
     return choose(name).build(replace(problem, costs=costs).with_options(vocab_parallel=NONE))
 
 
 def check(program: Program) -> None:
-    """Every pass is there once, and ranks that run in order come to the end, at the same times."""
+    """Assert that each pass is there once, and that ranks that run in order reach the end at the
+    simulated times."""
     schedule, problem = program.schedule, program.problem
     other = run(schedule, problem)
     assert other.ended_well, other
@@ -91,9 +93,13 @@ def check(program: Program) -> None:
 @settings(PROPERTY, max_examples=30)
 @given(seeds)
 def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
-    """Any line or V accepts vocabulary passes and stores one or two microbatches more. Passes were
-    moved by time, and a rank that waits for others stored up to one more; a pass that takes no
-    time, and a message longer than an interval, came before what it needs."""
+    """The passes of the vocabulary can be added to any linear or V schedule, and make it hold one
+    or two microbatches more.
+
+    Passes used to be moved by time. A rank that waits for others then held up to one microbatch
+    more, and a pass that takes no time, or a message longer than an interval, came before something
+    that it needs.
+    """
     name, problem = random_problem(Random(seed), LINES + VS, 9)
     program = build_program(choose(name), problem)
     check(program)
@@ -112,8 +118,8 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
 @settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
-    """Any schedule accepts vocabulary passes: with microbatches that overtake one another, any
-    placement, and B as well as I and W."""
+    """The passes of the vocabulary can be added to any schedule: with microbatches that overtake
+    one another, with any placement, and with B as well as I and W."""
     random = Random(seed)
     case = random_case(seed)
     problem = case.problem.with_options(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
@@ -126,13 +132,13 @@ def test_any_schedule_takes_them(seed: int) -> None:
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
         assert (
             after <= before + MORE[problem.options.vocab_parallel] + 1e-9
-        )  # shares of a rank's work
+        )  # in shares of a rank's work
 
 
 @settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_the_proof_and_the_ranks_agree(seed: int) -> None:
-    """The proof refuses a damaged schedule if and only if it does not run to its end."""
+    """The proof refuses a damaged schedule if and only if the schedule does not run to its end."""
     random = Random(seed)
     name, problem = random_problem(random, ("zb-h1", "1f1b", "zb-v"), 3)
     problem = replace(problem, microbatches=min(problem.microbatches, 3))
@@ -159,7 +165,8 @@ def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
 
 
 def moved(schedule: Schedule, rank: int, texts: Sequence[str], before: str | None) -> Schedule:
-    """``schedule`` with these actions of ``rank`` before another one, or at the end."""
+    """Return ``schedule`` with the given actions of ``rank`` moved before another action, or to the
+    end."""
     actions = list(map(parse_action, texts))
     row = [action for action in schedule.rows[rank] if action not in actions]
     at = len(row) if before is None else row.index(parse_action(before))
@@ -180,8 +187,8 @@ def test_collectives_in_another_order_on_one_rank_are_refused() -> None:
 
 
 def test_ranks_that_wait_for_one_another_in_a_collective_are_refused() -> None:
-    """Rank 1 needs the sum before its I, and rank 0 needs that I before it adds its part to the
-    sum."""
+    """A collective in which ranks wait for one another is refused. Rank 1 needs the sum before its
+    I, and rank 0 needs this I before it adds its part to the sum."""
     schedule, problem = first_of("zb-h1", ONE)
     assert runs_to_end(schedule, problem)
     rest = ["0SI0", "0REDUCE_SI0", "0WAIT_SI0", "0SW0", "0SI1", "0REDUCE_SI1", "0WAIT_SI1", "0SW1"]
@@ -192,7 +199,7 @@ def test_ranks_that_wait_for_one_another_in_a_collective_are_refused() -> None:
     assert not runs_to_end(hanging, problem)
 
 
-# ---- Memory limits
+# --- memory limits
 
 
 @pytest.mark.search
@@ -267,14 +274,14 @@ def test_one_communicator_is_refused() -> None:
         )
 
 
-# ---- Time
+# --- time
 
 
 def timed(
     name: str, head: float, how: VocabularyParallel, ranks: int, m: int
 ) -> tuple[float, float]:
-    """Return the makespans without an output layer and with one of ``head`` stages' time, split
-    over the ranks. A stage takes 3."""
+    """Return the makespans without an output layer, and with one that takes as long as ``head``
+    stages and is split over the ranks. A stage takes 3."""
     key = name, ranks, m
     placement = choose(name).place(ranks)
     layers = uniform(placement, 1, 1, 1)
@@ -290,7 +297,8 @@ def timed(
 
 
 def test_shards_slow_the_layers_beside_their_collectives() -> None:
-    """By shares of an estimate; costs that are given or measured say what they say."""
+    """Collectives of the split vocabulary slow down the layers that run at the same time, by the
+    shares of the estimate. Costs that are given or measured are used as they are."""
     placement = choose("1f1b").place(4)
     layers = uniform(placement, 10.0, 12.0, 8.0)
     vocabulary = VocabularyCosts((8.0, 8.0, 8.0), launch=0.5, rescaling=4.0, contention=(0.1, 0.05))
@@ -310,8 +318,8 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.search
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
-    """An output layer costs its share: a step takes m intervals, the schedule's own fill, and one
-    interval or two."""
+    """A split output layer costs each rank its share. A step takes m intervals, the time in which
+    the schedule fills, and one or two more intervals."""
     ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
