@@ -1,4 +1,4 @@
-"""Activations that leave for the host: a step with and without, and the copies alone."""
+"""A step with and without activation offload, and its copies alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUT, BACK = parse_action("0OFFLOAD_F0"), parse_action("0RELOAD_F0")
 
 @dataclass(frozen=True)
 class Step:
-    """``peaks`` and ``expected``: bytes by rank, found and simulated."""
+    """Results of a step; ``peaks`` and ``expected`` are bytes by rank, measured and simulated."""
 
     seen: list[Seen]
     expected: list[float]
@@ -44,7 +44,7 @@ class Step:
 
 
 def step(spec: str, ranks: int, kind: str, way: Offload) -> Step:
-    """A step on ``ranks`` forked ranks. On the CPU the smallest tensors leave too."""
+    """Run a step on ``ranks`` forked ranks. On the CPU the smallest tensors are offloaded too."""
     resolved = choose(spec)
     placement = resolved.place(ranks)
     copies = [3 / placement.chunks] * placement.stages
@@ -65,8 +65,8 @@ def _on_rank(rank: int, program: Program, device: torch.device, shape: tuple[int
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies in GB/s, to the host, from it, and both at once; seconds of compute with copies in
-    parallel, and without."""
+    """Rates of copies in GB/s, to the host, from it, and both at once; seconds of compute with
+    copies in parallel, and without."""
 
     to_host: float
     from_host: float

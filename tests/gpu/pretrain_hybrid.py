@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.py with a hybrid model of Megatron's own layers in the place of the GPT."""
+"""scripts/pretrain_gpt.py with a hybrid model of Megatron's own layers in place of the GPT."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ needs_four_gpus = pytest.mark.skipif(
 
 
 def torchrun(ranks: int, *words: str) -> str:
-    """Return the output of ``torchrun ... WORDS``; fails with the end of it when a rank does."""
+    """Return the output of ``torchrun ... WORDS``; if a rank fails, fail with the end of its
+    output."""
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -37,12 +38,13 @@ def torchrun(ranks: int, *words: str) -> str:
         cwd=Path(__file__).parents[2],
         env={
             **os.environ,
-            # Kernels of all streams in one queue: what Megatron wants for tensor parallelism, and
-            # the strictest that a message which waits can meet.
+            # Kernels of all streams in one queue: Megatron requires it for tensor parallelism, and
+            # it is the strictest setting for a message that waits.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            "NUM_OF_RANKS_PER_NVLINK_DOMAIN": "2",  # for HybridEP, of an expert-parallel group
-            # As with a fresh cache, the first pass compiles, while receives are posted.
+            # for HybridEP: ranks of an expert-parallel group
+            "NUM_OF_RANKS_PER_NVLINK_DOMAIN": "2",
+            # As with a fresh cache, the first pass compiles while receives are posted.
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         },
         capture_output=True,
@@ -59,8 +61,9 @@ def losses(
     script: Path = SCRIPT,
     **overrides: str | int | bool | tuple[str, ...] | None,
 ) -> tuple[str, ...]:
-    """The losses that a run prints, digit for digit, from ``ckpt_step`` on where it is given: of
-    the first iteration, and every ``log_interval``. ``overrides``: flags, for `model_flags`."""
+    """Return the losses that a run prints, digit for digit: of the first iteration and of every
+    ``log_interval``, from ``ckpt_step`` on if that is given. ``overrides`` are flags for
+    `model_flags`."""
     flags: dict[str, object] = {
         "num_layers": 8,
         "pipeline_model_parallel_size": RANKS,

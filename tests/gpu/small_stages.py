@@ -1,8 +1,8 @@
-"""Small stages on a device, and what their ranks measure of it.
+"""Small stages on a device, and what their ranks measure.
 
-Where NCCL refuses two ranks on one GPU, gloo sends copies on the host in the place of its messages;
-all else is the executor that trains, with its tensors on the device. On the CPU the same copies are
-made of tensors that are there already.
+If NCCL refuses two ranks on one GPU, gloo sends copies on the host in place of NCCL's messages.
+Everything else is the executor of a training, with its tensors on the device. On the CPU the same
+copies are made of tensors that are already there.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way
 
-LAYERS = 24  # of a stage, so that what one layer needs for a moment counts little
+LAYERS = 24  # of a stage, so that the temporary memory of one layer counts little
 # Shapes between stages: on a GPU large enough that the allocator's rounding does not count.
 SHAPES = {"cpu": (32, 16), "cuda": (2048, 512)}
-TOLERANCE = 0.1  # a layer's own tensors, for a moment
+TOLERANCE = 0.1  # the temporary tensors of a layer
 
 
 def device_of(kind: str) -> torch.device:
-    """The device, as its tensors name it: ``cuda`` alone is another than ``cuda:0``."""
+    """Return the device as its tensors name it: ``cuda`` is not equal to ``cuda:0``."""
     return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A message by way of the host. ``to``: where a receive belongs."""
+    """A message by way of the host. ``to`` is the tensor of a receive."""
 
     work: dist.Work
     host: Tensor  # must live until the message has moved
@@ -64,7 +64,8 @@ class HostCopy:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Memory on the host; not by torch, which on the CPU would count it as a rank's (`Gauge`)."""
+    """Return memory on the host that torch did not allocate. On the CPU, torch's memory counts as a
+    rank's (`Gauge`)."""
     data = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
     return data.view(tensor.dtype).view(tensor.shape)
 
@@ -100,10 +101,10 @@ class HostGroup(PipelineGroup):
 
 @dataclass
 class DeepStage(LinearStage):
-    """`LAYERS` linear layers, each of which keeps its input for W, on ``device``."""
+    """A stage of `LAYERS` linear layers on ``device``, each of which keeps its input for W."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    shape: tuple[int, int] = (32, 16)  # of what passes between stages: samples, width
+    shape: tuple[int, int] = (32, 16)  # of tensors between stages: samples, width
     activate: Callable[[Tensor], Tensor] = torch.tanh
 
     def __post_init__(self) -> None:
@@ -128,8 +129,8 @@ class DeepStage(LinearStage):
         return x
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """Run B as Megatron's layers do, each with its weight's gradient at once. (With all weight
-        gradients at the end, B held another microbatch, which no prediction knew.)"""
+        """Run B as Megatron's layers do: each computes its weight gradient at once. With all weight
+        gradients at the end, B used to hold another microbatch, which no prediction counted."""
         self._whole = microbatch
         dx = super().backward(microbatch, dy)
         self._whole = None
@@ -146,9 +147,12 @@ class DeepStage(LinearStage):
 
 
 class Gauge:
-    """Bytes of the tensors made since it was last entered. On a GPU the allocator's, with what the
-    host has freed and a stream still uses, and the peak is that of any moment; counted on the CPU,
-    where it is that of the passes' starts and ends."""
+    """Counts the bytes of tensors allocated since it was last opened.
+
+    On a GPU these are the allocator's bytes, with those that the host has freed while a stream
+    still uses them, and the peak is that of any moment. On the CPU they are counted at the starts
+    and ends of passes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -184,12 +188,12 @@ class Gauge:
 
 def _active(figure: str) -> int:
     """Return the allocator's active bytes: those that are allocated, and those that were freed
-    while a stream used them, as one of NCCL's may (`Tensor.record_stream`)."""
+    while a stream, such as one of NCCL's, used them (`Tensor.record_stream`)."""
     return int(torch.cuda.memory_stats()[f"active_bytes.all.{figure}"])
 
 
 class GaugingRecorder(Recorder):
-    """Looks at the gauge before and after each pass."""
+    """Reads the gauge before and after each pass."""
 
     def __init__(self, rank: int, gauge: Gauge) -> None:
         super().__init__(rank)
@@ -205,8 +209,8 @@ class GaugingRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Seen:
-    """Findings of a rank. ``held``: by stage, bytes from F to I and from I to W. ``left``: bytes
-    offloaded to the host."""
+    """Findings of a rank. ``held`` are, by stage, the bytes from F to I and from I to W. ``left``
+    are the bytes offloaded to the host."""
 
     held: dict[int, tuple[int, int]]
     peak: int
@@ -222,10 +226,10 @@ def on_rank(
     by_host: bool = True,
     compiles: bool = False,
 ) -> Seen:
-    """Two steps of ``program``; the first fills the libraries' caches.
+    """Run two steps of ``program``; the first one fills the libraries' caches.
 
-    ``by_host``: messages go by way of the host, and else from device to device. ``compiles``: with
-    an activation that torch compiles in the first F, while messages are under way.
+    ``by_host``: messages go by way of the host, otherwise from device to device. ``compiles``:
+    torch compiles an activation in the first F, while messages are under way.
     """
     activate = compiled_tanh(device) if compiles else torch.tanh
     gauge = Gauge(device)
@@ -253,7 +257,8 @@ def on_rank(
 
 
 def compiled_tanh(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """On the CPU without Inductor, whose compiler takes longer than all else there."""
+    """Return a compiled tanh. On the CPU it is compiled without Inductor, whose compiler would take
+    longer than everything else."""
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled: Callable[[Tensor], Tensor] = torch.compile(torch.tanh, backend=backend)
     return compiled
@@ -262,7 +267,7 @@ def compiled_tanh(device: torch.device) -> Callable[[Tensor], Tensor]:
 def connect(
     program: Program, device: torch.device, boundary: Boundary, recorder: Recorder, by_host: bool
 ) -> Callable[[], Messages]:
-    """Return a function that makes the transport of a step."""
+    """Return a function that creates the transport of a step."""
     if program.problem.options.p2p is P2P.BATCHED:
         group = (HostGroup if by_host else PipelineGroup)(world(), device)
         return lambda: BatchedTransport(group, boundary, program, recorder)
@@ -272,7 +277,7 @@ def connect(
 
 
 def bytes_held(stage: DeepStage, gauge: Gauge) -> tuple[int, int]:
-    """From F to I, and from I to W, of one microbatch."""
+    """Return the bytes of one microbatch from F to I, and from I to W."""
     first, last = stage.number == 0, stage.number == stage.stages - 1
     with gauge.open():
         x = None if first else torch.ones(stage.shape, device=stage.device).requires_grad_()
@@ -290,8 +295,8 @@ def bytes_held(stage: DeepStage, gauge: Gauge) -> tuple[int, int]:
 def gradients_are_stocks(
     stages: Mapping[int, DeepStage], program: Program, make: Callable[[int], DeepStage]
 ) -> bool:
-    """Whether the gradients of ``stages`` are, to the last bit, those of one process that takes one
-    microbatch after the other through all stages."""
+    """Return whether the gradients of ``stages`` are, to the last bit, those of one process that
+    runs one microbatch after the other through all stages."""
     alone = [make(number) for number in range(program.schedule.placement.stages)]
     for microbatch in range(program.problem.microbatches):
         x: Tensor | None = None
@@ -319,7 +324,8 @@ def program_of(spec: str, ranks: int, p2p: P2P) -> Program:
 
 
 def check(seen: Sequence[Seen], program: Program, device: str) -> None:
-    """Whether ``seen``, by rank, has stock's gradients and the simulator's peaks; prints these."""
+    """Assert that ``seen``, by rank, has the gradients of one process and the simulator's peaks,
+    and print the peaks."""
     assert all(rank.gradients_are_stocks for rank in seen)
     expected = expected_peaks(program, seen, boundary_bytes(device))
     name, p2p = program.schedule.name, program.problem.options.p2p
@@ -340,7 +346,8 @@ def boundary_bytes(device: str) -> int:
 
 
 def expected_peaks(program: Program, seen: Sequence[Seen], boundary: int) -> list[float]:
-    """The simulator's, by what a stage holds of one microbatch, and what is on its way then."""
+    """Return the simulator's peaks, from the bytes that stages hold of one microbatch, plus the
+    messages under way."""
     held = {number: figures for result in seen for number, figures in result.held.items()}
     per_stage = [held[number] for number in range(program.schedule.placement.stages)]
     costs = program.problem.costs.with_passes(

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers, split and whole: whether their gradients are the same."""
+"""Transformer Engine's layers, split and whole, and a comparison of their gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from megatron_ext.patches.transformer_engine.pytorch.module import _common
 from megatron_ext.runtime.weight_gradients import queue
 
 ROWS, WIDTH = 128, 256
-TOKENS = ([96, 32], [0, 128], [64, 64])  # rows of a GroupedLinear's parts, by microbatch
+TOKENS = ([96, 32], [0, 128], [64, 64])  # rows of the parts of a GroupedLinear, by microbatch
 MICROBATCHES = len(TOKENS)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of Transformer Engine's: its class, and the compute capability that has it."""
+    """A recipe of Transformer Engine: its class, and the compute capability since which GPUs
+    support it."""
 
     name: str
     since: tuple[int, int]
@@ -48,8 +49,8 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def missing(precision: str) -> str:
-    """Return the reason why this GPU or its Transformer Engine cannot run ``precision``; empty if
-    it can."""
+    """Return the reason why this GPU or its Transformer Engine cannot run ``precision``, or an
+    empty text."""
     if precision not in RECIPES:
         return ""
     recipe = RECIPES[precision]
@@ -76,7 +77,7 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
             if parameter.dim() == 2:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     expected: list[Any] = []
-    torch.manual_seed(1)  # NVFP4 rounds gradients by chance
+    torch.manual_seed(1)  # NVFP4 rounds gradients at random
     for x, y, dy in _steps(stock, te, recipe, kind):
         y.backward(dy)
         expected.append(x.grad)
@@ -101,12 +102,12 @@ def differences(name: str, precision: str, fused: bool, kind: str = "cuda") -> l
 
 
 def _state(recipe_state: Any) -> list[Any]:
-    """Delayed scaling's scales and amax history; None with other recipes."""
+    """Return the scales and the amax history of delayed scaling; None with other recipes."""
     return [getattr(recipe_state, name, None) for name in ("scale", "amax_history")]
 
 
 def _split(layer: Any, te: Any, recipe: Any, kind: str) -> list[Any]:
-    """dx by microbatch; W of each runs after the I of the next."""
+    """Return dx by microbatch, where the W of each microbatch runs after the I of the next."""
     gradients = []
     with apply(_common.patches(PipelineConfig(schedule="zb-h1"))):
         queue.splitting = True
@@ -124,7 +125,7 @@ def _split(layer: Any, te: Any, recipe: Any, kind: str) -> list[Any]:
 
 
 def _steps(layer: Any, te: Any, recipe: Any, kind: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """x, y and dy of each microbatch, the same at each call."""
+    """Yield x, y and dy of each microbatch, the same at each call."""
     generator = torch.Generator(kind).manual_seed(1)
     for tokens in TOKENS:
         rows = (tokens,) if hasattr(layer, "num_gemms") else ()

@@ -1,5 +1,6 @@
-"""Per-layer CUDA graphs, captured by Transformer Engine and replayed between layers that are split.
-Trainings have not run yet, and rows have not run since their gradients are added as they come.
+"""Tests of CUDA graphs of single layers, captured by Transformer Engine and replayed between layers
+that are split. Trainings have not run yet, nor have rows since their gradients are added as they
+are computed.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """
@@ -36,7 +37,7 @@ def layer(te: Any) -> Layer:
 @pytest.mark.parametrize("schedule", row_cases("C"))
 def test_a_row_with_graphs_has_the_gradients_of_one_without(schedule: str) -> None:
     """A row of passes whose layers are CUDA graphs computes the gradients of the same row without
-    graphs. All of a rank's chunks are on one GPU, and there are no messages."""
+    graphs. All chunks of a rank are on one GPU, and there are no messages."""
     te = importlib.import_module("transformer_engine.pytorch")
     run = partial(
         gradients,
@@ -69,8 +70,8 @@ def case(parts: str, schedule: str, kind: str) -> Any:
     ],
 )
 def test_a_training_with_graphs_has_the_losses_of_one_without(parts: str, schedule: str) -> None:
-    """A training with CUDA graphs has the losses of the same schedule without graphs, which starts
-    from the same weights."""
+    """A training with CUDA graphs has the losses of the same schedule without graphs, from the same
+    weights."""
     flags: dict[str, str | int | bool | tuple[str, ...] | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

@@ -1,4 +1,5 @@
-"""Progress of a real GPU as its host knows it: the host's lead, and the action that is stuck."""
+"""Tests of a real GPU's progress as its host knows it: the host's lead, and the action that is
+stuck."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-CYCLES = 200_000_000  # a pass: about a tenth of a second
+CYCLES = 200_000_000  # of a pass: about a tenth of a second
 
 
 def test_the_host_is_a_few_passes_ahead() -> None:
@@ -37,7 +38,7 @@ def test_the_host_is_a_few_passes_ahead() -> None:
 
 
 def test_another_thread_sees_where_the_device_is() -> None:
-    """A second thread sees where the device is while the host waits for the device."""
+    """A second thread sees where the device is while the host waits for it."""
     torch.cuda.init()
     recorder = Recorder(0)
     for microbatch in range(2):

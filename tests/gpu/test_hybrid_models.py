@@ -1,4 +1,5 @@
-"""Mamba layers, which no CPU runs, in hybrid models. Written without a GPU, and not run yet.
+"""Tests of Mamba layers, which no CPU runs, in hybrid models. They were written without a GPU, and
+have not run yet.
 
 scripts/gpu_tests.sh        # on a node with two GPUs or more
 """

@@ -1,9 +1,9 @@
-"""Trainings in FP8 and FP4, with Transformer Engine's own kernels. Written without a GPU, and not
-run yet.
+"""Tests of trainings in FP8 and FP4 with Transformer Engine's own kernels. They were written
+without a GPU, and have not run yet.
 
-The order in which scales, histories and weights' copies are read and written is tested on the CPU
-(`tests/patches/layers/test_low_precision.py`); here are the kernels, and reductions of amaxes over
-ranks.
+`tests/patches/layers/test_low_precision.py` tests on the CPU the order in which scales, histories
+and copies of weights are read and written. These tests add the kernels, and reductions of amaxes
+over ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ MODEL: Flags = {
     "untie_embeddings_and_output_weights": True,
 }
 HYBRID: Flags = {"fp8_format": "hybrid"}
-PRECISIONS: dict[str, tuple[str, Flags]] = {  # by recipe, as `te_layers` names them, and flags
+# by recipe, the precision as `te_layers` names it, and flags
+PRECISIONS: dict[str, tuple[str, Flags]] = {
     "delayed": ("fp8 delayed", {**HYBRID, "fp8_recipe": "delayed"}),
     "tensorwise": ("fp8 current", {**HYBRID, "fp8_recipe": "tensorwise"}),
     "tensorwise, ends in bf16": (
@@ -74,7 +75,7 @@ PRECISIONS: dict[str, tuple[str, Flags]] = {  # by recipe, as `te_layers` names 
 }
 
 SAVED_AT = 2
-# What has no stand-in on the CPU, as public recipes name it.
+# Settings that have no stand-in on the CPU, as public recipes name them.
 GATHERED: dict[str, Flags] = {
     "tensorwise, gathered": {"precision": "fp8_cs", "fp8_param_gather": True},
     "mxfp8, gathered": {
@@ -86,7 +87,8 @@ GATHERED: dict[str, Flags] = {
 
 
 def cases(kind: str) -> list[Any]:
-    """All precisions, and what public recipes have of those that only this file shows."""
+    """Return all precisions, with marks of the settings of public recipes that only this file
+    shows."""
     return [
         pytest.param(name, marks=pytest.mark.covers("C", (kind,), **GATHERED[name]))
         if name in GATHERED
@@ -112,8 +114,8 @@ def test_one_stage_a_rank_has_stocks_losses(precision: str) -> None:
 def test_a_loop_has_the_losses_of_megatrons_loop(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop has the losses of Megatron's own loop. NVFP4 rounds gradients at random, in the order
-    of a rank's backward passes, and both loops have that order."""
+    """A loop schedule has the losses of Megatron's own loop. NVFP4 rounds gradients at random, in
+    the order of a rank's backward passes, which is the same in both."""
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision) | {"num_virtual_stages_per_pipeline_rank": 2}
     assert losses("interleaved-zb", **flags) == losses(None, **flags)
@@ -123,8 +125,9 @@ def test_a_loop_has_the_losses_of_megatrons_loop(
 def test_a_v_has_stocks_losses(
     precision: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A V has stock's losses from a checkpoint. From scratch it would start from other weights."""
-    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
+    """A V schedule has Megatron's losses from a checkpoint. From scratch it would start from other
+    weights."""
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # for delayed scaling
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision)
     resumed = {"load": str(tmp_path), "ckpt_step": SAVED_AT}

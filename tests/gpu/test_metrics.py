@@ -1,4 +1,4 @@
-"""Metrics of steps that a device still runs."""
+"""Tests of the metrics of steps that a device still runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CYCLES = 200_000_000  # about a tenth of a second
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    dist.all_reduce(torch.ones(1, device="cuda"))  # makes the communicator
+    dist.all_reduce(torch.ones(1, device="cuda"))  # creates the communicator
     yield dist.group.WORLD
     torch.cuda.set_sync_debug_mode("default")
     dist.destroy_process_group()
@@ -44,7 +44,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
     it, and numbers are exchanged while the device runs the next step."""
     torch.cuda._sleep(1000)  # the first call loads the kernel
     stream = torch.cuda.Stream()
-    AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates what is pinned
+    AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates the pinned memory
     resolved = choose("1f1b")
     placement = resolved.place(1)
     program = build_program(resolved, Problem(placement, 2, uniform(placement, 1, 1, 1)))
@@ -63,7 +63,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
 
     step()
     torch.cuda.synchronize()
-    step()  # four passes, as many as a host may be ahead by
+    step()  # four passes, the most by which a host may be ahead
     torch.cuda.set_sync_debug_mode("error")
     with monkeypatch.context() as within:
         within.setattr(torch.cuda, "synchronize", refuse)
@@ -84,7 +84,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
 
 
 def test_what_an_allocator_reserves_and_does_not_hand_out_is_told() -> None:
-    """Metrics report the memory that torch's allocator reserves and does not hand out. A tensor
+    """Metrics report the memory that torch's allocator reserves but does not allocate. A tensor
     over 1 MiB gets a segment of at least 20 MiB, of which 3 MiB are allocated here."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,9 +1,9 @@
-"""The transport over NCCL: small stages, a rank a GPU, without Megatron.
+"""Tests of the transport over NCCL: small stages, one rank on each GPU, without Megatron.
 
     pytest -rP tests/gpu/test_nccl.py       # on a node with two GPUs or more
 
-Should the order of messages be wrong, a run hangs, and NCCL's timeout ends it. The CPU's case, over
-gloo, runs everywhere and shows that the test itself works; those on GPUs have not been run yet.
+If the order of messages is wrong, a run hangs until NCCL's timeout ends it. The case on the CPU,
+over gloo, runs everywhere and shows that the test itself works. The cases on GPUs have not run yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.gpu.small_stages import Seen, check, program_of
 from tests.helpers.combinations import at_night
 
 CASES = [
-    # A rehearsal; by day test_one_gpu_cases has one, and test_memory the same peaks.
+    # A rehearsal. By day test_one_gpu_cases has one, and test_memory the same peaks.
     *at_night(("cpu", "zb-v", P2P.ASYNC)),
     *(
         pytest.param("cuda", spec, p2p, marks=[pytest.mark.gpu, needs_two_gpus])

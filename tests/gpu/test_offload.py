@@ -1,8 +1,8 @@
-"""Activations that leave for the host, on one GPU: results, the allocator's peak, the copies.
+"""Tests of activation offload on one GPU: results, the allocator's peak, and the copies.
 
     pytest -rP tests/gpu/test_offload.py    # by itself, as test_one_gpu.py
 
-The CPU's cases run everywhere and show that the test itself works.
+The cases on the CPU run everywhere and show that the test itself works.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def test_gradients_are_stocks_and_the_peak_falls(device: str, spec: str, ranks: 
         assert all(rank.gradients_are_stocks for rank in result.seen)
         assert any(rank.left for rank in result.seen) == (result is with_offload)
         print(f"{spec}, {ranks} ranks, {device}, {way}: {result.peaks} of {result.expected}")
-        # The samples of the first stage stay: nothing saves them, but they have gradients here.
+        # The samples of the first stage stay: no operation saves them, but they have gradients
+        # here.
         error = TOLERANCE * max(without.peaks)
         assert result.peaks == pytest.approx(result.expected, abs=error)
     assert max(with_offload.peaks) < 0.9 * max(without.peaks)
@@ -43,7 +44,8 @@ def test_gradients_are_stocks_and_the_peak_falls(device: str, spec: str, ranks: 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 class TestCopies:
-    """In a process of its own, as CUDA must not be used before ranks are forked."""
+    """Tests of copies in a process of their own, as CUDA must not be used before ranks are
+    forked."""
 
     def test_they_are_quick_and_run_beside_passes(self) -> None:
         copies: Copies

@@ -1,10 +1,10 @@
-"""Several ranks on one GPU, which NCCL refuses: the executor's gradients and peak memory there.
+"""Tests of several ranks on one GPU, which NCCL refuses: the executor's gradients and peak memory.
 
     pytest -rP tests/gpu/test_one_gpu.py    # by itself: ranks are forked, and CUDA requires that
                                             # the process they come from has not used it
 
-The CPU's cases run everywhere and show that the test itself works. Those on a GPU count all
-that the allocator has given at any moment of a step, also within a pass.
+The cases on the CPU run everywhere and show that the test itself works. Those on a GPU count all
+bytes that the allocator has allocated at any moment of a step, also within a pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of scripts/gpu_tests.sh --one-gpu, rehearsed on the CPU."""
+"""Tests of the cases of scripts/gpu_tests.sh --one-gpu, rehearsed on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ REHEARSED = {
 
 @pytest.fixture(autouse=True)
 def pytest_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU may have torch alone: every case once ended at an import of pytest."""
+    """Hide pytest, as a machine with a GPU may have only torch. Every case used to end at an import
+    of pytest."""
     folder = tmp_path / "missing"
     folder.mkdir()
     (folder / "pytest.py").write_text('raise ModuleNotFoundError("pytest is missing here")\n')

@@ -1,4 +1,5 @@
-"""Seconds of single operations, for the factors of a machine. They have run on no GPU yet.
+"""Tests of the seconds of single operations, for the factors of a machine. They have not run on a
+GPU yet.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """

@@ -1,5 +1,5 @@
-"""Optimizers that need kernels, or packages that are on no index. Written without a GPU, and not
-run yet.
+"""Tests of optimizers that need kernels, or packages that are on no index. They were written
+without a GPU, and have not run yet.
 
 scripts/gpu_tests.sh        # on a node with two GPUs or more
 """
@@ -15,7 +15,7 @@ from tests.gpu.runs import GPUS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
-# Replicas are what most of it is about: where there are four GPUs, two of them.
+# Most of these settings concern data-parallel replicas: with four GPUs there are two.
 PARALLEL: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "bf16": True,
@@ -75,8 +75,8 @@ def test_muon(schedule: str, optimizer: str, tmp_path: Any) -> None:
 )
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path: Any) -> None:
-    """Parameters are gathered in the buffer of the gradients. This is safe since a chunk's
-    gradients come after its first forward pass, in which all parameters have been gathered."""
+    """Parameters can be gathered in the buffer of the gradients. This is safe since the gradients
+    of a chunk come after its first forward pass, by which all its parameters have been gathered."""
     pytest.importorskip("transformer_engine")
     flags = {
         **PARALLEL,
@@ -88,7 +88,7 @@ def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path
         "fp8_recipe": "mxfp8",
         "fp8_param_gather": True,
         "reuse_grad_buf_for_mxfp8_param_ag": True,
-        # of which MXFP8 has blocks of 32
+        # MXFP8 has blocks of 32
         "hidden_size": 128,
         "num_attention_heads": 4,
         "seq_length": 128,
@@ -98,8 +98,8 @@ def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path
 
 
 def _assert_stocks(schedule: str, folder: str, **flags: Any) -> None:
-    """Resumed from a checkpoint of stock's: with several stages a rank a run from scratch would
-    start from other weights."""
+    """Assert that the losses are Megatron's, resumed from a checkpoint of Megatron's own training.
+    With several stages on a rank, a run from scratch would start from other weights."""
     losses(None, **flags, save=folder, save_interval=SAVED_AT)
     flags |= {"load": folder, "ckpt_step": SAVED_AT}
     assert losses(schedule, **flags) == losses(None, **flags)

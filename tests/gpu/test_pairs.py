@@ -1,4 +1,5 @@
-"""Passes that run as one, on two streams of real devices. Written without a GPU, and not run yet.
+"""Tests of overlapped passes on two streams of real devices. They were written without a GPU, and
+have not run yet.
 
 scripts/gpu_tests.sh        # on a node with four GPUs or more
 """
@@ -29,8 +30,8 @@ PAIRS: dict[str, str | int | bool] = {"overlap_moe_expert_parallel_comm": True}
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "zb-v", "dualpipe-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
-    """Overlapped passes of stock and of ours continue from one checkpoint with the losses of stock
-    without overlap."""
+    """Overlapped passes, Megatron's and ours, continue from one checkpoint with the losses of
+    Megatron without overlap."""
     losses(None, **FLAGS, **LOOP, save=str(tmp_path), save_interval=2)
     resumed: dict[str, str | int | bool] = {**FLAGS, "load": str(tmp_path), "ckpt_step": 2}
     stocks = losses(None, **resumed, **LOOP)

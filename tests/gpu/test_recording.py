@@ -1,4 +1,4 @@
-"""Passes timed by device events."""
+"""Tests of passes that are timed by device events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CYCLES = 200_000_000  # about a tenth of a second
 
 def test_what_the_device_does_is_timed_and_not_its_host() -> None:
     """The recorder times what the device does, not its host. Three passes are queued at once; each
-    is recorded when and as long as the device runs it."""
+    is recorded when the device runs it, and for as long."""
     torch.cuda._sleep(1000)  # the first call loads the kernel
     recording = Recording(0, clock_of(torch.device("cuda")))
     actions = [Action(0, Kind.FORWARD, microbatch) for microbatch in range(3)]

@@ -1,7 +1,7 @@
-"""The state that a step overwrites, kept on a GPU or in pinned memory of its host.
+"""Tests of snapshots of the state that a step overwrites, on a GPU or in pinned memory of its host.
 
-The CPU's case runs everywhere and shows that the test itself works; those on a GPU have not been
-run yet.
+The case on the CPU runs everywhere and shows that the test itself works. The cases on a GPU have
+not run yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_GPU = [
 def test_copies_are_exact_though_nothing_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, device: str, place: str, words: str
 ) -> None:
-    """Snapshots are exact though the host does not wait for their copies: tensors are overwritten
+    """Snapshots are exact although the host does not wait for their copies: tensors are overwritten
     at once, while copies to and from the host are still running. Adam's count of steps is on the
     host in any case."""
     if place != device:

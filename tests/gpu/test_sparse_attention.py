@@ -1,4 +1,5 @@
-"""Sparse attention by an indexer (DSA), whose rotation is a kernel that no CPU runs. Not run yet.
+"""Tests of sparse attention with an indexer (DSA), whose rotation is a kernel that no CPU runs.
+They have not run yet.
 
 scripts/gpu_tests.sh        # on a node with two GPUs or more
 """
@@ -56,8 +57,9 @@ SAVED_AT = 2
 @pytest.mark.covers("C", ("line", "loop", "v"), **DSA)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_losses_are_stocks(schedule: str, tmp_path: Path) -> None:
-    """Models with sparse attention have stock's losses. They start from stock's checkpoint, since
-    with several stages a rank a run from scratch starts from other weights."""
+    """Models with sparse attention have Megatron's losses. They start from a checkpoint of
+    Megatron's own training, since with several stages on a rank a run from scratch starts from
+    other weights."""
     losses(None, **MODEL, save=str(tmp_path), save_interval=SAVED_AT)
     resumed: dict[str, Any] = {**MODEL, "load": str(tmp_path), "ckpt_step": SAVED_AT}
     assert losses(schedule, **resumed) == losses(None, **resumed)

@@ -1,4 +1,5 @@
-"""Training over NCCL: what only several GPUs can show. Written without one, and not run yet.
+"""Tests of training over NCCL that need several GPUs. They were written without one, and have not
+run yet.
 
 scripts/gpu_tests.sh        # on a node with two GPUs or more
 """
@@ -23,8 +24,9 @@ SAVED_AT = 2
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Flags that resume from stock's checkpoint. Losses are compared with those of stock when it is
-    resumed, as Megatron then logs the mean of the first two iterations as the second's."""
+    """Return flags that resume from a checkpoint of Megatron's own training. Losses are compared
+    with Megatron's resumed training, as Megatron then logs the mean of the first two iterations as
+    the second's."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     assert losses(None, save=folder, save_interval=SAVED_AT) == losses(None)
     return {"load": folder, "ckpt_step": SAVED_AT}
@@ -32,14 +34,15 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto"])
 def test_losses_are_stocks(schedule: str) -> None:
-    """Losses equal stock's. With one stage a rank a run from scratch has stock's first weights."""
+    """Losses equal Megatron's. With one stage on each rank, a run from scratch has Megatron's first
+    weights."""
     assert losses(schedule) == losses(None)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "interleaved", "gis"])
 def test_losses_from_a_checkpoint_are_stocks(schedule: str, resumed: dict[str, Any]) -> None:
-    """Losses from a checkpoint equal stock's. With several stages a rank a run from scratch would
-    start from other weights."""
+    """Losses from a checkpoint equal Megatron's. With several stages on a rank, a run from scratch
+    would start from other weights."""
     assert losses(schedule, **resumed) == losses(None, **resumed)
 
 
@@ -52,7 +55,7 @@ def test_one_communicator_gives_the_losses_of_many(schedule: str) -> None:
 
 
 def test_slices_have_the_same_losses_under_another_schedule() -> None:
-    """Two schedules with slices have equal losses, which are nearly stock's."""
+    """Two schedules with slices of sequences have equal losses, which are nearly Megatron's."""
     sliced = losses("zb-h1", pipeline_slices=4)
     assert sliced == losses("1f1b", pipeline_slices=4)
     whole = [float(loss) for loss in losses(None)]
@@ -64,9 +67,12 @@ def test_slices_have_the_same_losses_under_another_schedule() -> None:
 @pytest.mark.parametrize("rs_dgrad", [False, True])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_layers_in_userbuffers_have_stocks_losses(schedule: str, rs_dgrad: bool) -> None:
-    """Layers in Userbuffers have stock's losses. Operands of another layer in the buffer would
-    change the losses of the second iteration. (On a V a run from scratch starts from other weights,
-    so it is compared with itself without Userbuffers.)"""
+    """Layers in Userbuffers have Megatron's losses. Operands of another layer in the buffer would
+    change the losses of the second iteration.
+
+    On a V placement a run from scratch starts from other weights, so it is compared with the same
+    run without Userbuffers.
+    """
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "tensor_model_parallel_size": 2,
@@ -91,8 +97,8 @@ def test_layers_in_userbuffers_have_stocks_losses(schedule: str, rs_dgrad: bool)
 def test_a_divided_vocabulary_has_stocks_losses(
     schedule: str, variant: str, resumed: dict[str, Any]
 ) -> None:
-    """A divided vocabulary has stock's losses to rounding, as sums over the vocabulary have another
-    order. The collectives are NCCL's here."""
+    """A training whose vocabulary is split over the ranks has Megatron's losses except for
+    rounding, as sums over the vocabulary have another order. The collectives are NCCL's."""
     ours = losses(schedule, pipeline_vocab_parallel=variant, **resumed)
     expected = [float(loss) for loss in losses(None, **resumed)]
     assert [float(loss) for loss in ours] == pytest.approx(expected, rel=1e-5)
@@ -101,9 +107,12 @@ def test_a_divided_vocabulary_has_stocks_losses(
 @needs_four_gpus
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_divided_sequences_have_stocks_losses(schedule: str, tmp_path: Path) -> None:
-    """Sequences that context-parallel ranks share have stock's losses. Within F and I Transformer
-    Engine's attention sends keys and values, and within F multi-token prediction sends tokens, all
-    in one hardware queue with the messages of the pipeline."""
+    """Sequences that context-parallel ranks share have Megatron's losses.
+
+    Within F and I, Transformer Engine's attention sends keys and values, and within F multi-token
+    prediction sends tokens. All of these are in one hardware queue with the messages of the
+    pipeline.
+    """
     flags: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "context_parallel_size": 2,
@@ -128,8 +137,8 @@ def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
     schedule: str, overlaps: bool
 ) -> None:
     """Steps that overlap under post-validation have the losses of steps that do not. At first every
-    step is clipped, later none is, so some steps are rolled back, on streams. The copies of what
-    they overwrite lie on the device."""
+    step is clipped, later none is, so some steps are rolled back, on streams. Snapshots of the
+    state that they overwrite are on the device."""
     flags: dict[str, Any] = {
         "untie_embeddings_and_output_weights": True,
         "clip_grad": 1.0,
@@ -157,8 +166,8 @@ def test_passes_that_run_again_have_the_losses_of_those_that_do_not(schedule: st
 
 
 def test_a_trace_has_every_pass_of_every_rank(tmp_path: Path) -> None:
-    """A trace has every pass of every rank. Passes are timed by device events and clocks are
-    aligned over NCCL: no pass begins before the one that it needs has ended on another rank, up to
+    """A trace has every pass of every rank. Passes are timed by device events, and clocks are
+    aligned over NCCL: no pass begins before the pass that it needs has ended on another rank, up to
     the clock error in the trace."""
     traced = losses("zb-v", pipeline_trace=str(tmp_path), pipeline_trace_iters="3:5")
     assert traced == losses("zb-v")

@@ -1,4 +1,4 @@
-"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Trainings, which need two GPUs,
+"""Tests of Transformer Engine's real kernels, in BF16, FP8 and FP4. Trainings, which need two GPUs,
 have not run yet.
 
 pytest tests/gpu            # layers on one GPU, trainings on two or more
@@ -31,7 +31,7 @@ def test_gradients_are_stocks(name: str, precision: str, fused: bool) -> None:
     assert differences(name, precision, fused) == []
 
 
-# With one expert a token no sum depends on the order of atomic additions.
+# With one expert for each token no sum depends on the order of atomic additions.
 EXPERTS: dict[str, str | int | bool | None] = {
     "num_experts": 4,
     "moe_router_topk": 1,
@@ -46,7 +46,7 @@ EXPERT_PARALLEL: dict[str, str | int | bool | None] = {
 FLEX: dict[str, str | int | bool | None] = {
     **EXPERTS,
     **EXPERT_PARALLEL,
-    "hidden_size": 512,  # whole lines of what their kernels copy
+    "hidden_size": 512,  # whole lines of the memory that their kernels copy
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "flex",
     "moe_router_dtype": "fp32",
@@ -55,7 +55,7 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "bf16": {},
     "bf16, overlapped": {"overlap_grad_reduce": True},
     "bf16, fused": {"no_gradient_accumulation_fusion": None},
-    "bf16, packed documents": {  # of Megatron's mock data, of up to 4096 tokens
+    "bf16, packed documents": {  # Megatron's mock data, of up to 4096 tokens
         "dataloader_inter_document_masking": True,
         "calculate_per_token_loss": True,
         "position_embedding_type": "rope",
@@ -93,8 +93,8 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
 @needs_two_gpus
 @pytest.mark.parametrize("setting", TRAININGS)
 def test_losses_are_stocks(setting: str) -> None:
-    """Transformer Engine's layers under stock's 1F1B have stock's losses. There is one stage a
-    rank, so both start from the same weights."""
+    """Transformer Engine's layers under Megatron's own 1F1B have Megatron's losses. There is one
+    stage on each rank, so both start from the same weights."""
     if "fused" in setting and not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         pytest.skip("the output layer's fused accumulation needs NVIDIA apex")
     if "expert parallel" in setting and GPUS < 4:
@@ -118,9 +118,9 @@ def test_losses_are_stocks(setting: str) -> None:
 @needs_two_gpus
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
-    """Slices train as whole sequences do, with whichever of Transformer Engine's attentions accepts
-    fewer queries than keys. If masks were aligned to the top left, they would hide most tokens.
-    Weight gradients are fused, and those of all slices must be added."""
+    """Slices train as whole sequences do, with any of Transformer Engine's attention kernels that
+    accepts fewer queries than keys. If masks were aligned to the top left, they would hide most
+    tokens. Weight gradients are fused, and those of all slices must be added."""
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "no_gradient_accumulation_fusion": None,
@@ -136,8 +136,8 @@ def test_slices_train_as_whole_sequences_do(schedule: str) -> None:
 
 @needs_four_gpus
 def test_slices_are_shared_by_ranks() -> None:
-    """Context-parallel ranks share each slice: keys and values of slices are gathered, in place of
-    Transformer Engine's ring."""
+    """Context-parallel ranks share each slice of a sequence: keys and values of slices are
+    gathered, in place of Transformer Engine's ring."""
     flags: dict[str, str | int | bool | None] = {
         "transformer_impl": "transformer_engine",
         "bf16": True,

@@ -1,5 +1,5 @@
-"""Bytes of layers' matrices in 8 bits, compared with those in 16: by formula in the estimate, here
-by the allocator. Written without a GPU, and not run yet."""
+"""Tests of the bytes of layers' matrices in 8 bits, compared with those in 16: the estimate's
+formula against the allocator. They were written without a GPU, and have not run yet."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_copies_of_a_step_are_those_of_the_formula(precision: str, recipe: str) 
         te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
         for _ in range(2)
     )
-    another(torch.ones(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16))  # cuBLAS's workspace
+    # allocates cuBLAS's workspace
+    another(torch.ones(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16))
     layer.weight.grad = torch.zeros_like(layer.weight)
     before = torch.cuda.memory_allocated()
     with te.fp8_autocast(enabled=True, fp8_recipe=RECIPES[precision].make()):

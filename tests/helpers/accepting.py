@@ -1,4 +1,4 @@
-"""A helper by which a test asserts that checks accept something."""
+"""A function with which a test asserts that a check accepts something."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 def accepts(check: Callable[..., object], *given: object) -> bool:
-    """Whether ``check`` raises no ValueError for ``given``; prints the error if it does."""
+    """Return whether ``check`` raises no ValueError for ``given``, and print the error if it
+    does."""
     try:
         check(*given)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers, and models of which a part is trained and a part is
+"""Low-rank adapters of linear layers, and models of which one part is trained and the other
 frozen."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-RANK = 4  # of an adapter's matrices
+RANK = 4  # of the matrices of an adapter
 
 
 class Adapter(torch.nn.Module):
-    """As Bridge's ParallelLinearAdapter."""
+    """An adapter like Bridge's ParallelLinearAdapter."""
 
     def __init__(self, wide: int, out: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapted(torch.nn.Module):
-    """As Bridge's LoRALinear."""
+    """A linear layer with an adapter, like Bridge's LoRALinear."""
 
     def __init__(self, to_wrap: Any, config: TransformerConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(chunk: Any, linear: Sequence[str] = LINEAR) -> None:
-    """Add an adapter to each of these linear layers of ``chunk``'s layers."""
+    """Add an adapter to each linear layer named in ``linear`` in the layers of ``chunk``."""
     for module in list(chunk.decoder.modules()):
         for name in linear:
             if hasattr(module, name):
@@ -54,7 +54,8 @@ def is_adapter(name: str) -> bool:
 
 
 def layer_of(name: str) -> int:
-    """Return the number of a parameter's layer, from 1; 0 before the layers, 99 after them."""
+    """Return the number of the layer of the parameter ``name``, from 1; 0 before the layers, 99
+    after them."""
     where, *rest = name.split(".")
     if where == "decoder" and rest[0] == "layers":
         return int(rest[1])
@@ -62,5 +63,6 @@ def layer_of(name: str) -> int:
 
 
 def above_frozen_layers(name: str) -> bool:
-    """All but the embedding and the first three layers, and no adapters at all."""
+    """Return whether the parameter ``name`` is trained above frozen layers: it is neither of an
+    adapter, nor of the embedding or the first three layers."""
     return not is_adapter(name) and layer_of(name) > 3

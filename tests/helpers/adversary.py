@@ -1,32 +1,32 @@
 """Adversaries, which do on the CPU what a GPU may do and gloo never does.
 
-gloo is kind. It moves messages in threads of its own, so a message that cannot move yet blocks only
-the rank that waits for it. Between a message's start and its wait its buffers look as if it had
-moved already, or not yet. On a GPU a posted message is a kernel that runs, any call of the host may
-stop behind it, and the contents of its buffer are unknown before the wait.
+gloo moves messages in threads of its own, so a message that cannot move yet blocks only the rank
+that waits for it. Between the start and the wait of a message its buffers look as if it had moved
+already, or not yet. On a GPU a posted message is a kernel that runs, any call of the host may stop
+behind it, and the contents of its buffer are unknown before the wait.
 
-`synchronising`: before each pass a rank waits until all that it has posted has ended, as behind a
-host call that waits for the device. Where something posted needs what the rank only does later, it
-fails, and says what it was. `one_queue` waits before each action: messages and copies, too, come
-one after the other.
+`synchronising`: before each pass a rank waits until everything that it posted has ended, as behind
+a host call that waits for the device. If something posted needs an action that the rank runs only
+later, the rank fails and names it. `one_queue` waits before each action: messages and copies, too,
+run one after the other.
 
-`late`: what comes is there when it is waited for and not before; what leaves must stay until then.
-Before its wait, a buffer that is being filled has no numbers in it. What is sent, or put into a
-sum, moves from a copy, at once: were it to move at its wait, sound programs would deadlock, for a
-wait stands where the rank already knows that the message was used. At the wait the tensor itself
-must be there and have the bytes it had. Copies to and from the host are made when they are waited
-for.
+`late`: received data arrive when they are waited for, not before, and data that are sent must stay
+unchanged until then. Before its wait, a buffer that is being filled has no numbers in it. Data that
+are sent or summed move at once, from a copy: if they moved at their wait, sound programs would
+deadlock, as a wait comes where the rank already knows that the message was used. At the wait the
+tensor itself must exist and have the bytes that it had. Copies to and from the host run when they
+are waited for.
 
-`streams`: every operation is attributed to a stream, as on a GPU. A rank fails in the end where two
-accesses to the same memory are not ordered, or memory is given back while another stream may still
+`streams`: every operation is attributed to a stream, as on a GPU. A rank fails at its end if two
+accesses to the same memory are not ordered, or if memory is freed while another stream may still
 use it (`tests.helpers.streams`).
 
-The first two stand between the runtime and what moves tensors: in this process, and in ranks forked
-from it meanwhile. Messages of post-validation go from host to host, which no device holds up: they
-are left alone. The first also waits for all that Megatron starts in parallel to the passes: its
-reductions of gradients and gathers of parameters. Messages that Megatron sends within passes, over
-the default group, go through both. NCCL makes a communicator at the first message of two ranks, so
-a rank fails if that message is in a pass.
+The first two act between the runtime and the functions that move tensors, in this process and in
+ranks forked from it meanwhile. Messages of post-validation go from host to host, which no device
+holds up, so they are left as they are. The first also waits for everything that Megatron starts in
+parallel to the passes: its reductions of gradients and gathers of parameters. Messages that
+Megatron sends within passes, over the default group, go through both. NCCL creates a communicator
+at the first message of two ranks, so a rank fails if that message is in a pass.
 """
 
 from __future__ import annotations
@@ -62,31 +62,33 @@ from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import InOrderGroup
 from tests.helpers.streams.emulation import emulated_streams
 
-# Seconds after which what has been posted is taken not to end. A busy machine needs less, and it is
-# soon enough for a test that waits for it.
+# Seconds after which a posted action is taken to hang. A busy machine needs less, and a test can
+# wait this long.
 SECONDS = 60.0
 
 POISON = 0xFF  # in every byte: not a number, or -1
 
 
 def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
-    """A rank fails at a pass before which something posted has not ended in ``seconds``."""
+    """Let a rank fail at a pass before which something posted has not ended in ``seconds``."""
     return _installed(Synchronising(seconds))
 
 
 def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
-    """The same at any action. (Messages that are to move in one batch cannot.)"""
+    """Let a rank fail at any action before which something posted has not ended in ``seconds``.
+    Messages that must move in one batch cannot do so."""
     return _installed(Synchronising(seconds, everywhere=True))
 
 
 def late() -> AbstractContextManager[None]:
-    """A rank fails at a wait for something whose tensor is not what it was."""
+    """Let a rank fail at a wait if the tensor of the message or copy has been freed or changed
+    since its start."""
     return _installed(Late())
 
 
 def streams(at_least: int, traces: Path | None = None) -> AbstractContextManager[None]:
-    """Emulate streams; a rank fails if there are findings, or fewer than ``at_least`` accesses
-    crossed streams. ``traces``: folder for the ranks' allocations."""
+    """Emulate streams. A rank fails if there are findings, or if fewer than ``at_least`` accesses
+    crossed streams. ``traces`` is a folder for records of the ranks' allocations."""
     return emulated_streams(at_least, traces)
 
 
@@ -104,7 +106,7 @@ class Use(enum.Enum):
     FILLED = "it is brought here"
 
 
-Start = Callable[[Sequence[Tensor]], Sequence[Any]]  # with these tensors; the works
+Start = Callable[[Sequence[Tensor]], Sequence[Any]]  # called with the tensors, returns the works
 
 
 class _Adversary(Protocol):
@@ -119,14 +121,15 @@ class _Adversary(Protocol):
     def copies_on(self, device: torch.device) -> HostCopies: ...
 
 
-Post = Callable[..., list[Any]]  # a start, and each tensor with its use; the works
-Substitute = tuple[Any, str, Any]  # what stands in the place of a class's or module's attribute
+# called with a start and each tensor with its use, returns the works
+Post = Callable[..., list[Any]]
+Substitute = tuple[Any, str, Any]  # class or module, attribute, and its substitute
 
 
 @contextlib.contextmanager
 def _installed(adversary: _Adversary) -> Iterator[None]:
-    """Let all that the runtime posts go through ``adversary``."""
-    current: list[Action] = []  # what the executor is at
+    """Let all messages, collectives and copies of the runtime go through ``adversary``."""
+    current: list[Action] = []  # the action that the executor runs
 
     def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
         action = current[-1] if current else None  # connections are tried before the first step
@@ -230,7 +233,7 @@ def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
         "isend": adverse(dist.isend, Use.GIVEN),
         "irecv": adverse(dist.irecv, Use.FILLED),
     }
-    return [  # in both: batches are of these functions and no others
+    return [  # in both modules: batches consist of these functions
         (module, name, substitute)
         for module in (dist, distributed_c10d)
         for name, substitute in substitutes.items()
@@ -266,7 +269,7 @@ def _adverse_execution(adversary: _Adversary, current: list[Action]) -> list[Sub
 
 
 class _Posted:
-    """A work that may be waited for twice, which gloo's may not."""
+    """A work that may be waited for twice, as gloo's may not."""
 
     def __init__(self, name: str, work: Any) -> None:
         self.name = name
@@ -280,7 +283,8 @@ class _Posted:
 
 
 class Synchronising:
-    """Copies are direct: they have ended when they have been started."""
+    """The adversary that waits before passes. Copies are direct: they have ended when they have
+    started."""
 
     def __init__(self, seconds: float, everywhere: bool = False) -> None:
         self._seconds = seconds
@@ -335,7 +339,7 @@ class Late:
         stand_ins = [_StandIn(tensor, use) for tensor, use in zip(tensors, uses, strict=True)]
         works = start([stand_in.moves for stand_in in stand_ins])
         shares = [stand_ins]
-        if len(works) > 1:  # a work for each
+        if len(works) > 1:  # a work for each tensor
             shares = [[stand_in] for stand_in in stand_ins]
         posted = [_LateWork(action, *pair) for pair in zip(works, shares, strict=True)]
         self._under_way += posted
@@ -387,7 +391,8 @@ class _StandIn:
         self._offset = own.storage_offset()
 
     def hand_over(self, action: Action | None) -> None:
-        """As if it had moved just now: ``action`` has been waited for."""
+        """Write the data to the tensor as if they had moved just now, at the wait for
+        ``action``."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         size = self._expected.numel()
         assert storage is not None and storage.nbytes() >= self._offset + size, (
@@ -404,12 +409,13 @@ class _StandIn:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory. (Of a single number any stride is contiguous, and only 1 can be viewed.)"""
+    """Return a view of the memory of ``tensor`` as bytes. A tensor of one number is contiguous with
+    any stride, but only stride 1 can be viewed."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class LateCopies(DirectCopies):
-    """Copies that are made when they are waited for; in order, as late as can be."""
+    """Copies that run when they are waited for: in order, as late as possible."""
 
     def __init__(self) -> None:
         self._last: dict[Lane, LateTransfer] = {}

@@ -1,8 +1,8 @@
 """Megatron-Bridge's own ``pretrain`` on the CPU, on forked ranks.
 
-Bridge runs as its package has it. Packages that it imports and that need a GPU, or that no test
-uses, have stand-ins: a module whose every name is an empty class. Called, such a class answers
-None, as Bridge's distillation does where there is none.
+Bridge runs as in its package. Packages that it imports and that need a GPU, or that no test uses,
+have stand-ins: modules in which every name is an empty class. Such a class returns None when it is
+called, as Bridge's distillation does if there is none.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TABLE = "embedding.word_embeddings.weight"
 
 
 def import_bridge(folder: Path) -> None:
-    """Import Megatron-Bridge from ``folder``, in a process of its own: packages there replace those
-    that were imported before."""
+    """Import Megatron-Bridge from ``folder``, in a process that does nothing else: packages there
+    replace those that were imported before."""
     names = {entry.name.partition(".")[0] for entry in folder.iterdir()} - {"megatron"}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         del sys.modules[name]
@@ -58,9 +58,9 @@ def import_bridge(folder: Path) -> None:
 class Job:
     """A training of one of Bridge's recipes.
 
-    ``change`` makes a recipe's config small and runs in each rank. ``ours`` are the settings of
-    `megatron_ext.bridge.use`; without any Bridge trains as it is. Unless it ``draws``, the weights
-    are Megatron's own, which differ with the ranks of stages.
+    ``change`` makes a recipe's config small and runs on each rank. ``ours`` are the settings of
+    `megatron_ext.bridge.use`; without any, Bridge trains without this project. If ``draws`` is
+    false, the weights are Megatron's own, which depend on the ranks of the stages.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Job:
 
 @dataclass
 class BridgeRun(Run):
-    """A run, with what its rank printed."""
+    """Record of a rank, with everything that the rank printed."""
 
     said: str = ""
 
 
-# Models of recipes that read a config.json from Hugging Face, made small.
+# Small models for recipes that read a config.json from Hugging Face.
 _DIMENSIONS = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -145,8 +145,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def hub() -> Iterator[None]:
-    """A working folder with a folder for each of `MODELS`, which Hugging Face takes before it asks
-    the network."""
+    """Change to a folder with a subfolder for each of `MODELS`, which Hugging Face reads before it
+    tries the network."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, settings in MODELS.items():
             Path(name).mkdir(parents=True)
@@ -155,10 +155,10 @@ def hub() -> Iterator[None]:
 
 
 def small_recipe(name: str) -> Any:
-    """The config of one of Bridge's recipes, with 8 layers, on mock data, in fp32, with local
-    layers.
+    """Return the config of one of Bridge's recipes, made small: with 8 local layers, on mock data,
+    in fp32.
 
-    ``name``: MODULE:FUNCTION, within Bridge's recipes.
+    ``name`` is MODULE:FUNCTION within Bridge's recipes.
     """
     module, _, function = name.partition(":")
     provider: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
@@ -224,7 +224,7 @@ def small_recipe(name: str) -> Any:
 
 
 def put(config: Any, values: Mapping[str, Any]) -> None:
-    """Set fields of a config by their dotted names; fails if there is no such field."""
+    """Set fields of a config by their dotted names; fail if there is no such field."""
     for dotted, value in values.items():
         *path, last = dotted.split(".")
         owner = config
@@ -234,8 +234,9 @@ def put(config: Any, values: Mapping[str, Any]) -> None:
         setattr(owner, last, value)
 
 
-# Fields of Megatron's configs with other values from arguments and from Bridge, and no meaning for
-# a plan: Bridge writes fp8's without fp8, and has None where validation completes.
+# Fields of Megatron's configs that have other values from arguments than from Bridge, but mean
+# nothing to a plan: Bridge sets fields of fp8 without fp8, and has None where Megatron's validation
+# sets a value.
 _ALIKE = frozenset(
     {
         *("attention_backend", "barrier_with_L1_time", "bias_activation_fusion", "cp_comm_type"),
@@ -243,8 +244,8 @@ _ALIKE = frozenset(
         *("expert_tensor_parallel_num_weight_shards", "tensor_parallel_num_weight_shards"),
         *("inference_sampling_seed", "offload_modules", "persist_layer_norm"),
         *("use_cpu_initialization", "wgrad_deferral_limit", "delay_wgrad_compute"),
-        "add_qkv_bias",  # Megatron's arguments have it with every other bias
-        "batch_p2p_comm",  # False from Bridge without a pipeline
+        "add_qkv_bias",  # Megatron's arguments set it with every other bias
+        "batch_p2p_comm",  # Bridge sets False without a pipeline
         "cross_entropy_fusion_impl",  # pretrain_gpt.py refuses Transformer Engine's
         *("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"),
         "gradient_accumulation_fusion",
@@ -256,11 +257,10 @@ _ALIKE = frozenset(
 def read_recipes(
     folder: Path, recipes: Mapping[str, int]
 ) -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
-    """Return, of each of ``recipes``, the settings that no argument tells, and the facts that
-    a plan of a recipe reads otherwise than Bridge does, each with both values. A recipe has its
-    number of ranks.
+    """Return, for each of ``recipes`` with its number of ranks, the settings that no argument sets,
+    and the facts that a plan of the recipe reads differently from Bridge, with both values.
 
-    Changes the process: for a forked one only.
+    This changes the process, so call it in a forked one only.
     """
     import_bridge(folder)
     return {name: _read_otherwise(name, ranks) for name, ranks in recipes.items()}
@@ -306,14 +306,14 @@ def _apply_parts(config: Any, data_parallel_size: int) -> None:
     settings: Any = importlib.import_module("megatron.bridge.training.config")
     settings._validate_and_sync_distributed_optimizer_settings(config)
     for name in ("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"):
-        setattr(config.model, name, False)  # there are no kernels for these here
+        setattr(config.model, name, False)  # there are no kernels for these on the CPU
     config.model.finalize()
 
 
 def run(folder: Path, jobs: Sequence[Job]) -> dict[str, list[Run] | str]:
-    """Run ``jobs`` one after the other; each has its runs by rank, or how it failed.
+    """Run ``jobs`` one after the other, and return for each its runs by rank, or how it failed.
 
-    Changes the process: for a forked one only.
+    This changes the process, so call it in a forked one only.
     """
     import_bridge(folder)
     return {job.name: _run(job) for job in jobs}
@@ -354,12 +354,12 @@ def _train(job: Job, rank: int, port: int) -> Run:
 
 
 def _without_gpu() -> None:
-    """Have Bridge start without a GPU, as the platform has Megatron."""
+    """Let Bridge start without a GPU, as this project's CPU platform lets Megatron."""
 
     def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
-    # It takes Megatron's empty names for Transformer Engine's layers.
+    # Bridge takes Megatron's empty names for layers of Transformer Engine.
     utils: Any = importlib.import_module("megatron.bridge.peft.utils")
     utils.HAVE_TE = False
 
@@ -383,7 +383,7 @@ def _without_gpu() -> None:
 
 
 def _draw(model: list[Any]) -> list[Any]:
-    """Bridge's hook before a model is wrapped: weights by name, wherever a stage lies."""
+    """Draw weights by name, wherever a stage is placed: Bridge's hook before a model is wrapped."""
     for chunk in model:
         tied = chunk.share_embeddings_and_output_weights
         draw_by_name(
@@ -394,7 +394,8 @@ def _draw(model: list[Any]) -> list[Any]:
 
 
 def _draw_adapters(model: list[Any]) -> list[Any]:
-    """Bridge's hook after a model is wrapped: low-rank adapters, which come after `_draw`."""
+    """Draw low-rank adapters, which are added after `_draw`: Bridge's hook after a model is
+    wrapped."""
     for chunk in model:
         draw_by_name(
             (name, parameter)
@@ -405,7 +406,7 @@ def _draw_adapters(model: list[Any]) -> list[Any]:
 
 
 class _Recorder:
-    """Notes what Bridge tells its callbacks."""
+    """Records the values that Bridge passes to its callbacks."""
 
     def __init__(self) -> None:
         self.run = BridgeRun()

@@ -1,4 +1,5 @@
-"""Ways in which the stderr of a process cannot be written, while ``sys.stderr`` still can."""
+"""Ways in which writing to the stderr of a process fails, while the test's own ``sys.stderr`` still
+works."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def on_a_full_disk() -> None:
 
 
 def of_a_reader_that_has_gone() -> None:
-    """A write fails: the pipe is broken."""
+    """Let writes to stderr fail, as the pipe is broken."""
     _keep_for_the_test()
     reader, writer = os.pipe()
     os.close(reader)
@@ -29,7 +30,7 @@ def of_a_reader_that_has_gone() -> None:
 
 
 def of_a_reader_that_does_not_read() -> None:
-    """A write blocks: the pipe is full."""
+    """Let writes to stderr block, as the pipe is full."""
     _keep_for_the_test()
     _, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -52,7 +53,7 @@ WAYS: list[Callable[[], None]] = [
 
 
 def _keep_for_the_test() -> None:
-    """Keep the test's own ``sys.stderr`` readable."""
+    """Keep the test's own ``sys.stderr`` writable."""
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 

@@ -20,7 +20,7 @@ Gradients = dict[str, torch.Tensor]
 def small_config(
     layers: int, ranks: int, kind: type[TransformerConfig] = TransformerConfig, **settings: Any
 ) -> TransformerConfig:
-    """Return the config of a model with local layers and without dropout, on so many pipeline
+    """Return the config of a model with local layers and without dropout on ``ranks`` pipeline
     ranks."""
     common: dict[str, Any] = {
         "num_layers": layers,
@@ -38,15 +38,15 @@ def small_config(
 
 
 def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
-    """Weights that are the same wherever a parameter lies."""
+    """Draw weights that depend only on a parameter's name, not on its rank."""
     for name, parameter in parameters:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parameter.data.normal_(std=0.1, generator=generator)
 
 
 def named_parameters(chunk: Any, model: Any = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters of ``chunk``. The number of a layer is its number in the whole language
-    ``model``."""
+    """Yield the parameters of ``chunk`` with their names. The number of a layer is its number in
+    the whole language ``model``."""
     model = model or chunk
     prefix = next(name for name, module in chunk.named_modules() if module is model.decoder)
     for name, parameter in chunk.named_parameters():
@@ -57,7 +57,8 @@ def named_parameters(chunk: Any, model: Any = None) -> Iterator[tuple[str, torch
 
 
 def first_and_last(chunk: int) -> dict[str, bool]:
-    """Whether a rank's chunk of that number begins and ends the model, as models are told."""
+    """Return the arguments with which a model is told whether this rank's chunk number ``chunk``
+    begins or ends it."""
     ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
     return {
         "pre_process": parallel_state.is_pipeline_first_stage(**ends),
@@ -66,7 +67,7 @@ def first_and_last(chunk: int) -> dict[str, bool]:
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any, **given: Any) -> tuple[Any, Any]:
-    """Run ``model`` on the next tokens, [b, s], which are their own labels."""
+    """Run ``model`` on the next tokens, [b, s], which are also the labels."""
     tokens = next(data)
     positions = torch.arange(tokens.size(1)).expand(len(tokens), -1)
     mask = torch.ones(1, 1, tokens.size(1), tokens.size(1)).triu(1).bool()
@@ -74,7 +75,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any, **given: Any) -> tupl
 
 
 def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the mean loss, and the same to be logged."""
+    """Return the mean loss, and the same for the log."""
     loss = output.mean()
     return loss, {"loss": loss.item()}
 
@@ -89,11 +90,12 @@ def whole_step(
     tensor_parallel: int = 1,
     **call: Any,
 ) -> tuple[list[Any], Gradients]:
-    """One step of all ranks, as one pipeline or as many as ``context_parallel`` times
-    ``tensor_parallel``; the losses and gradients of all of them.
+    """Run one step on all ranks, as one pipeline or as ``context_parallel`` times
+    ``tensor_parallel`` pipelines, and return the losses and gradients of all ranks.
 
-    ``names`` are a chunk's parameters with names of the whole model, ``data`` the microbatches,
-    ``chunks`` the virtual stages that stock is to have, ``call`` what the schedule is called with.
+    ``names`` yields the parameters of a chunk with their names in the whole model. ``data`` returns
+    the microbatches. ``chunks`` is the number of virtual stages for Megatron's own schedule.
+    ``call`` are more arguments of the schedule.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,

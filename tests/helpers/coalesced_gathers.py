@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 
 def forbid_coalesced_gathers() -> None:
-    """In a rank: fail wherever a coalesced gather begins."""
+    """Let this rank fail where a coalesced gather begins."""
     names = [name for name in dir(ProcessGroup) if "gather" in name and "coalesced" in name]
     assert names
     for name in names:

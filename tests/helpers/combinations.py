@@ -1,8 +1,8 @@
 """Combinations of settings in a test: by day each pair once, at night all of them.
 
-An effect of one setting on another shows when the two meet, whatever the third is. So by day a
+An effect of one setting on another shows when the two meet, whatever a third one is. So by day a
 matrix of settings runs pair by pair, and a list of cases runs without those whose pairs are all in
-other cases; ``scripts/test.sh --nightly`` runs the full product and every case.
+other cases. ``scripts/test.sh --nightly`` runs the full product and every case.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ IS_NIGHT = os.environ.get("MEGATRON_EXT_NIGHTLY", "") not in ("", "0")
 
 
 def at_night(*cases: Any) -> tuple[Any, ...]:
-    """``cases`` of which each setting, and each pair of them, is in a case by day too."""
+    """Return ``cases`` at night only. By day other cases must have each of their settings and each
+    pair of settings."""
     return cases if IS_NIGHT else ()
 
 
 def nightly(why: str) -> pytest.MarkDecorator:
-    """A mark for a test of what another one shows by day: ``why`` says which."""
+    """Return a mark for a test that runs at night only; ``why`` names the test that shows the same
+    by day."""
     import pytest
 
     return pytest.mark.skipif(not IS_NIGHT, reason=f"at night (MEGATRON_EXT_NIGHTLY=1): {why}")
 
 
 def in_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Any two values of two axes meet in a combination; at night all combinations."""
+    """Return combinations in which any two values of two axes meet; at night all combinations."""
     product = list(itertools.product(*axes))
     return product if IS_NIGHT else pairwise(product)
 
 
 def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Each value is in a combination, and the shorter axes go round; at night all combinations.
+    """Return combinations that have each value, with shorter axes repeated; at night all
+    combinations.
 
-    For axes whose interplay another test shows, or a proof.
+    This is for axes whose interplay another test or a proof shows.
     """
     values = [list(axis) for axis in axes]
     if IS_NIGHT:
@@ -49,8 +52,8 @@ def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairwise(product: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return combinations of ``product`` that contain every pair of values in it. Chosen next is
-    always the combination with most pairs that no earlier one has."""
+    """Return combinations of ``product`` that contain every pair of values in it. The next one
+    chosen is always a combination with the most pairs that no earlier one has."""
     missing = {pair for combination in product for pair in _pairs(combination)}
     chosen = []
     while missing:
@@ -61,5 +64,5 @@ def pairwise(product: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _pairs(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
-    """With the axis of each value."""
+    """Return the pairs of values of ``combination``, each value with its axis."""
     return set(itertools.combinations(enumerate(combination), 2))

@@ -1,10 +1,11 @@
 """Context parallelism on the CPU: attention over sequences of which each rank has a part.
 
-Megatron has it in Transformer Engine's kernels alone. Here keys and values of whole sequences are
-gathered over the group and given to Megatron's local attention, with autograd through it all: like
-those kernels it has messages in F and in I. Everything else is Megatron's own.
+In Megatron only Transformer Engine's kernels support it. This module gathers the keys and values of
+whole sequences over the group and passes them to Megatron's local attention, all with autograd.
+Like those kernels it has messages in F and in I. Everything else is Megatron's own.
 
-Slices gather keys and values themselves: with slices local attention need only be built.
+Slices of sequences gather keys and values themselves, so with them local attention need only be
+built.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ from tests.helpers.latent_attention import Attention
 
 
 def install(patch: pytest.MonkeyPatch, attention: type[DotProductAttention] | None = None) -> None:
-    """Ranks that are forked from now on can divide sequences."""
+    """Let ranks that are forked from now on use context parallelism."""
     attention = attention or DividedAttention
     patch.setattr(LocalSpecProvider, "core_attention", lambda provider: attention)
     patch.delitem(cpu._REFUSED, "--context-parallel-size", raising=False)
     extension = SimpleNamespace(thd_get_partitioned_indices=part_of_packed)
-    patch.setattr(utils, "tex", extension, raising=False)  # Transformer Engine's
-    for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):  # which pin memory
+    patch.setattr(utils, "tex", extension, raising=False)  # stands in for Transformer Engine's
+    # their own functions pin memory
+    for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         patch.setattr(module, "get_pos_emb_on_this_cp_rank", part_of_positions)
 
 
 def places(lengths: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Return the positions of ``rank``'s tokens in concatenated sequences of these ``lengths``.
+    """Return the positions of the tokens of ``rank`` in concatenated sequences of these
+    ``lengths``.
+
     Each sequence is cut into 2 * ``ranks`` pieces. A rank has one piece from the front and one from
-    the back, so that all ranks attend to equally many tokens."""
+    the back, so that all ranks attend to equally many tokens.
+    """
     pieces = []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         size, rest = divmod(length, 2 * ranks)
@@ -53,20 +58,21 @@ def places(lengths: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 
 def part_of_positions(embedding: Tensor, dimension: int, group: dist.ProcessGroup) -> Tensor:
-    """As Megatron's get_pos_emb_on_this_cp_rank."""
+    """Stand in for Megatron's get_pos_emb_on_this_cp_rank."""
     own = places([embedding.size(dimension)], group.rank(), group.size())
     return embedding.index_select(dimension, own)
 
 
 def part_of_packed(ends: Tensor, tokens: int, ranks: int, rank: int) -> Tensor:
-    """As Transformer Engine's thd_get_partitioned_indices."""
+    """Stand in for Transformer Engine's thd_get_partitioned_indices."""
     own = places(ends.diff().tolist(), rank, ranks)
     assert len(own) * ranks == tokens, f"the last of {tokens} tokens are in no sequence: {ends}"
     return own
 
 
 class _Whole(torch.autograd.Function):
-    """All tokens [s, ...] of which each rank of ``group`` gives those at its places."""
+    """Gathers all tokens [s, ...] of sequences; each rank of ``group`` gives those at its
+    positions."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -86,17 +92,17 @@ class _Whole(torch.autograd.Function):
 
 
 class LocalAttention(Attention):
-    """Megatron's, which it builds for whole sequences alone."""
+    """Megatron's attention, which it builds only without context parallelism."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         undivided = copy.copy(config)
-        undivided.context_parallel_size = 1  # it takes no other
+        undivided.context_parallel_size = 1  # Megatron's attention refuses any other size
         super().__init__(undivided, *args, pg_collection=pg_collection, **kwargs)
         self._group = pg_collection.cp
 
 
 class DividedAttention(LocalAttention):
-    """Causal attention within each sequence, of this rank's tokens to all."""
+    """Causal attention within each sequence, from this rank's tokens to all."""
 
     def forward(
         self,
@@ -108,8 +114,8 @@ class DividedAttention(LocalAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """``query``, ``key``, ``value``: [s, b, heads, width], or [t, heads, width] of sequences
-        that are packed."""
+        """Return the attention of ``query``, ``key`` and ``value``: [s, b, heads, width], or [t,
+        heads, width] for packed sequences."""
         group = self._group
         lengths = [key.size(0) * group.size()]
         if packed_seq_params is not None:

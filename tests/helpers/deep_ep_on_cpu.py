@@ -1,8 +1,10 @@
-"""DeepEP and HybridEP on a machine without GPUs: what Megatron's flex dispatcher calls, on gloo.
+"""DeepEP and HybridEP on a machine without GPUs: the functions that Megatron's flex dispatcher
+calls, on gloo.
 
-Megatron's own code runs, down to its autograd functions: only the package ``deep_ep`` is another.
-As there, all calls of a process share one buffer, through which every token goes. Each call
-overwrites it, and what is returned is a copy. Where tokens went is in a call's handle.
+Megatron's own code runs, including its autograd functions; only the package ``deep_ep`` is
+replaced. As in the real package, all calls of a process share one buffer, through which every token
+goes. Each call overwrites it, and returned tensors are copies. The handle of a call records where
+its tokens went.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from torch import Tensor
 
 handles: list[Handle] = []  # of all calls of this process
-buffers: list[Any] = []  # that have been made
+buffers: list[Any] = []  # all buffers that were created
 
 
 def use_deep_ep() -> None:
-    """In a forked process: Megatron, which has been imported without it, finds it now."""
+    """Let Megatron, which was imported without DeepEP, find it; in a forked process only."""
     package, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
     vars(package).update(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer, utils=utils)
     vars(utils).update(EventHandle=SimpleNamespace, EventOverlap=_Event)
@@ -51,11 +53,11 @@ class Handle:
     """Routes of the tokens of one call.
 
     Attributes:
-        tokens: how many this rank had.
-        sent: the numbers of those that went to each rank.
-        received: how many have come from each.
-        chosen: of those that have come, by local expert, whether it was chosen; HybridEP's.
-        uses: the calls that used it, in order.
+        tokens: number of tokens of this rank.
+        sent: for each rank, the numbers of the tokens that went to it.
+        received: number of tokens that came from each rank.
+        chosen: of HybridEP, for each received token and local expert, whether it was chosen.
+        uses: the calls that used the handle, in order.
     """
 
     tokens: int
@@ -69,13 +71,12 @@ class Handle:
 
     @property
     def rows(self) -> Tensor:
-        """For each row that was sent, the number of its token."""
+        """The number of the token of each sent row."""
         return torch.cat(self.sent)
 
     @property
     def permutation(self) -> tuple[Tensor, Tensor]:
-        """For each row of a local expert, expert after expert: which expert, and which of the rows
-        that have come."""
+        """The expert and the received row of each row of a local expert, expert after expert."""
         assert self.chosen is not None
         experts, come = self.chosen.T.nonzero(as_tuple=True)
         return experts, come
@@ -90,7 +91,8 @@ class _Exchange:
         buffers.append(self)
 
     def handle(self, is_chosen: Tensor) -> Handle:
-        """For tokens of which ``is_chosen`` [tokens, experts] says which experts get them."""
+        """Return the handle of tokens for which ``is_chosen`` [tokens, experts] says which experts
+        get them."""
         per_rank = is_chosen.view(len(is_chosen), self.group.size(), -1).any(2)
         sent = [column.nonzero().flatten() for column in per_rank.unbind(1)]
         sizes = torch.tensor([len(tokens) for tokens in sent])
@@ -99,13 +101,13 @@ class _Exchange:
         return Handle(len(is_chosen), sent, received.tolist())
 
     def out(self, x: Tensor, handle: Handle) -> Tensor:
-        """The rows of all ranks' ``x``, one a token, that have come here."""
+        """Return the rows of all ranks' ``x``, one for each token, that were sent to this rank."""
         sizes = [len(tokens) for tokens in handle.sent]
         return self._exchange(x[handle.rows], sizes, handle.received)
 
     def back(self, x: Tensor, handle: Handle) -> Tensor:
         """Return, for each token of this rank, the sum of its rows in all ranks' ``x``, which has a
-        row for each token that came there."""
+        row for each token that was sent to a rank."""
         sizes = [len(tokens) for tokens in handle.sent]
         returned = self._exchange(x, handle.received, sizes)
         return x.new_zeros(handle.tokens, x.shape[1]).index_add_(0, handle.rows, returned)
@@ -124,7 +126,7 @@ class _Exchange:
 
 
 class Buffer(_Exchange):
-    """DeepEP's."""
+    """The buffer of DeepEP."""
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         super().__init__(group)
@@ -147,7 +149,7 @@ class Buffer(_Exchange):
         """Return the arguments of `dispatch`; the only one with content tells which experts get a
         token."""
         is_chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
-        is_chosen.scatter_(1, topk_idx + 1, True)  # -1 is none
+        is_chosen.scatter_(1, topk_idx + 1, True)  # -1 means no expert
         return None, None, None, is_chosen[:, 1:], _Event()
 
     def dispatch(
@@ -182,7 +184,7 @@ class Buffer(_Exchange):
 
 
 class HybridEPBuffer(_Exchange):
-    """HybridEP's, which brings the tokens into the order of the experts."""
+    """The buffer of HybridEP, which puts the tokens into the order of the experts."""
 
     def __init__(self, group: dist.ProcessGroup, num_local_experts: int, **sizes: Any) -> None:
         super().__init__(group)

@@ -10,19 +10,20 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-WRITE_PAGES = "--write-pages"  # the option of pytest, which `conftest` notes here
+WRITE_PAGES = "--write-pages"  # the option of pytest; `conftest` sets the variable below
 writes_pages = False
 
 
 def check_written(part: str, text: str, page: str = "compatibility.md") -> None:
-    """Fail unless ``text`` stands between the marks of ``part``. With `WRITE_PAGES` write it."""
+    """Fail unless ``text`` is between the marks of ``part`` on ``page``. With `WRITE_PAGES`, write
+    it there."""
     marks = f"<!-- {part}: written by a test -->", f"<!-- end of {part} -->"
     check_between(f"docs/{page}", marks, text, part)
 
 
 def check_between(name: str, marks: tuple[str, str], text: str, part: str) -> None:
-    """Fail unless ``text`` stands between two ``marks``, which the file ``name`` has once. With
-    `WRITE_PAGES` write it. ``part`` is its name in errors."""
+    """Fail unless ``text`` is between the two ``marks``, which the file ``name`` has once. With
+    `WRITE_PAGES`, write it there. ``part`` is its name in errors."""
     file, (begin, end) = DOCS.parent / name, marks
     before, rest = file.read_text().split(begin)
     written, after = rest.split(end)

@@ -1,4 +1,4 @@
-"""The launcher's GPT with weights that are the same wherever its stages and experts lie."""
+"""The launcher's GPT with weights that do not depend on the ranks of its stages and experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tests.helpers.callers import draw_by_name, named_parameters
 
 
 def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
-    """A chunk whose matrices are drawn by their names in the whole model: V's and loops draw in
-    another order than a line. Experts are numbered through all ranks, and the copies of a tied
-    table have one name."""
+    """Return a chunk whose matrices are drawn by their names in the whole model.
+
+    V and loop placements would otherwise draw in another order than a linear one. Experts are
+    numbered over all ranks, and the copies of a tied table have one name.
+    """
     model = model_provider(*args, **kwargs)
     settings = get_args()
     of_a_rank = (settings.num_experts or 0) // settings.expert_model_parallel_size
@@ -35,7 +37,8 @@ def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
 
 
 def say_there_is_no_fp8() -> None:
-    """In a forked process: recompute of single modules asks Transformer Engine for it."""
+    """Say that there is no FP8, which recompute of single modules queries from Transformer Engine;
+    in a forked process only."""
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         setattr(random, name, lambda **settings: contextlib.nullcontext())

@@ -1,4 +1,4 @@
-"""Costs that are estimated, as a launch's first step does it."""
+"""Costs that are estimated as in the first step of a launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.schedule.placement import Placement
 
 
 def costs_of_arguments(args: Any, placement: Placement) -> Costs:
-    """Return the costs that Megatron's parsed ``args`` tell of."""
+    """Return the costs of the model in Megatron's parsed ``args``."""
     return job_costs(CostsSource(ESTIMATE), of_arguments(args, placement), 1)
 
 

@@ -1,4 +1,4 @@
-"""Packages that only tests need, each in a folder of its own, and Megatron-LM's sources."""
+"""Packages that only tests need, each in its own folder, and Megatron-LM's sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 FETCHED = Path(__file__).parents[2] / "build"
 MEGATRON_LM = FETCHED / "NVIDIA/Megatron-LM/core_v0.19.0"
-RETRIES = "2"  # a registry that answers late is not one that lacks the package
+RETRIES = "2"  # a registry that answers late may still have the package
 
 
 def megatron_sources() -> Path:
@@ -31,8 +31,8 @@ def megatron_sources() -> Path:
 
 
 def fetched(package: str, version: str, address: str = "") -> Path:
-    """The folder with that version alone; skips the test if it cannot be had. ``address``: where
-    pip finds it, of what is on no index."""
+    """Return the folder with only that version of ``package``, and skip the test if it cannot be
+    fetched. ``address`` tells pip where to find a package that is on no index."""
     folder, problem = _fetch(package, version, address)
     if problem:
         pytest.skip(f"{package} {version} cannot be fetched with pip: {problem}")
@@ -61,5 +61,5 @@ def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(arriving)  # tests beside these were quicker
+        shutil.rmtree(arriving)  # another test process was faster
     return folder, ""

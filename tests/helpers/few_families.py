@@ -1,4 +1,4 @@
-"""Plans of a few families, for tests of what is done with the candidates."""
+"""Plans that compare few families, for tests that need only some candidates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_ext.planner.planner import all_specs
 
 
 def only_families(monkeypatch: pytest.MonkeyPatch, *specs: str) -> None:
-    """Have plans compare these families alone."""
+    """Let plans compare only the families ``specs``."""
     for module in (planner, first_answer, without_full_recompute):
         monkeypatch.setattr(module, "all_specs", lambda: list(specs))
 
 
 def specs_with_few_chunks() -> list[str]:
-    """Return every spec but those of loops that search with more than three chunks, which take the
-    most time."""
+    """Return every spec except those of searches on loops with more than three chunks, which take
+    the most time."""
     return [spec for spec in all_specs() if spec not in _MANY_CHUNKS]
 
 

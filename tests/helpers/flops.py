@@ -1,4 +1,4 @@
-"""Operations of a stage, as Megatron counts a model's."""
+"""Floating-point operations of a stage, as Megatron counts those of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext.cost_model.operations.parts import part_of
 
 
 def flops_of(model: Model, stage: Stage, execution: Execution) -> float:
-    """Floating-point operations of a microbatch in F, I and W, without recomputation."""
+    """Return the floating-point operations of a microbatch in F, I and W, without recomputation."""
     ends = [output_layer(model, execution)] * stage.output_runs
     depths = [mtp_projection(model, execution)] * stage.depths
     layers = "".join((*stage.layers, *[model.mtp_layer] * stage.depths))

@@ -1,4 +1,5 @@
-"""A function run in a fork of the tests' process, which need not import torch and Megatron anew."""
+"""A function run in a fork of the test process, so that torch and Megatron need not be imported
+anew."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 
 def run_forked(function: Callable[[], object], log: Path) -> int:
-    """Call ``function`` in a fork that writes its output, and what it raises, into ``log``. Return
+    """Call ``function`` in a fork that writes its output and its exception to ``log``, and return
     the exit status."""
     child = os.fork()
     if child:

@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process can tell."""
+"""A disk that is full, as this process sees it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """Let files take ``room`` bytes and no more. Python ignores the signal: writing beyond raises
-    OSError.
+    """Let files take ``room`` bytes and no more. Python ignores the signal, and writing beyond
+    raises OSError.
 
-    No bytecode is written meanwhile: Python would cut it off without an error, and no later process
-    could import the module any more.
+    No bytecode is written meanwhile: Python would truncate it without an error, and no later
+    process could import the module.
     """
     usual, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))

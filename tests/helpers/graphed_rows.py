@@ -1,6 +1,6 @@
-"""A rank's row, run on layers of which some are in CUDA graphs and the others split.
+"""The row of a rank, run on layers of which some are in CUDA graphs and the others split.
 
-On the CPU graphs have a stand-in, on a GPU they are Transformer Engine's.
+On the CPU graphs have a stand-in; on a GPU they are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LAYERS = 2  # of a chunk
 
 
 class Layer(nn.Module):
-    """A captured module, and then a linear layer whose weight's gradient can wait.
+    """A captured module, and then a linear layer whose weight gradient can wait.
 
-    The linear layer's output is added to its input, so the layer gets the gradient of the graph's
-    output unchanged.
+    The output of the linear layer is added to its input, so the layer gets the gradient of the
+    graph's output unchanged.
     """
 
     cuda_graphs: Sequence[Callable[..., Any]] = ()
@@ -52,7 +52,8 @@ class Layer(nn.Module):
 
 
 def row_cases(grade: str) -> list[Any]:
-    """Schedules whose rows are run; their marks tell what tests of them show."""
+    """Return the schedules whose rows are run, with marks of the features that tests of them
+    show."""
     kinds = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v"}
     covers: Any = pytest.mark.covers
     marked = [
@@ -63,7 +64,7 @@ def row_cases(grade: str) -> list[Any]:
 
 
 def row_of(schedule: str, ranks: int, microbatches: int, rank: int) -> tuple[list[Action], Any]:
-    """The passes of ``rank``, and its stages."""
+    """Return the passes of ``rank``, and its stages."""
     resolved = choose(schedule)
     placement = resolved.place(ranks)
     problem = Problem(placement, microbatches, uniform(placement, 1, 1, 1))
@@ -80,12 +81,12 @@ def gradients(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Return the gradients of all parameters and inputs, after two steps of ``row`` on chunks of
-    layers of ``build``.
+    """Return the gradients of all parameters and inputs after two steps of ``row``, on chunks of
+    layers that ``build`` returns.
 
     Args:
-        make: captures: `make_graphed_callables`.
-        graphs: None for none; then nothing is captured.
+        make: function that captures graphs: `make_graphed_callables`.
+        graphs: None if nothing is captured.
     """
     torch.manual_seed(0)
     chunks = [nn.ModuleList(build() for _ in range(LAYERS)).to(device, dtype) for _ in stages]
@@ -126,8 +127,8 @@ def gradients(
 
 
 def _add_at_once(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter) -> None:
-    """Add what a graph left for ``parameter``, as Megatron's hook does: autograd takes the graph's
-    own memory for ``.grad``, which the next replay overwrites."""
+    """Add the gradient that a graph wrote for ``parameter``, as Megatron's hook does. Autograd uses
+    the graph's own memory for ``.grad``, and the next replay overwrites it."""
     assert parameter.grad is not None
     if parameter in sums:
         sums[parameter].add_(parameter.grad)
@@ -167,7 +168,8 @@ def _capture(
 def _run(
     row: Sequence[Action], chunks: dict[int, nn.ModuleList], data: dict[Any, Tensor]
 ) -> dict[tuple[int, int], Tensor]:
-    """The gradients of what came into each stage, kept until the end as a message might be."""
+    """Run ``row``, and return the gradients of the inputs of each stage, kept until the end as a
+    message might be."""
     between: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     dx: dict[tuple[int, int], Tensor] = {}
     for action in row:

@@ -1,9 +1,9 @@
 """CUDA graphs without a GPU: a stand-in for Transformer Engine's `make_graphed_callables`.
 
-A graphed callable runs its layer again where a GPU would replay, but keeps what it takes and leaves
-as Transformer Engine does: in buffers that are made once. Which ones are whose follows from the
-order of capture alone. As soon as Transformer Engine has given a buffer back to the pool of all
-graphs, the next graph to run writes NaN to it here.
+A graphed callable runs its layer where a GPU would replay the graph, but keeps inputs and outputs
+as Transformer Engine does, in buffers that are allocated once. The order of capture alone decides
+which graph has which buffer. As soon as Transformer Engine would have returned a buffer to the pool
+of all graphs, the next graph to run writes NaN to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Pool:
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self._returned: list[Tensor] = []
-        self._above: tuple[int, list[Tensor]] | None = None  # layer, its input's gradients
+        # a layer, and the gradients of its input
+        self._above: tuple[int, list[Tensor]] | None = None
         self._chunk_before: list[Tensor] = []
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -37,15 +38,18 @@ class Pool:
         return [(b.data_ptr(), b.data_ptr() + b.nbytes) for b in self.buffers]
 
     def begin(self) -> None:
-        """A graph is about to run."""
+        """Overwrite returned buffers before a graph runs."""
         for buffer in self._returned:
             buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
         self._returned.clear()
 
     def ended_backward(self, layer: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        """Return the buffers that a backward graph has no use for any more. Its ``outputs`` are
-        returned now. The ``gradients`` that it wrote are returned when the graph below it has run;
-        those of a chunk's lowest layer, when the next chunk's lowest layer has run."""
+        """Return the buffers that a backward graph does not use any more.
+
+        Its ``outputs`` are returned now. The ``gradients`` that it wrote are returned when the
+        graph below it has run; those of the lowest layer of a chunk, when the lowest layer of the
+        next chunk has run.
+        """
         self._returned += outputs
         if self._above is not None and self._above[0] == layer + 1:
             self._returned += self._above[1]
@@ -67,7 +71,8 @@ def make_graphed_callables(
     sample_kwargs: Sequence[dict[str, Any]] | None = None,
     **others: Any,
 ) -> tuple[Graph, ...]:
-    """Transformer Engine's, with its arithmetic of who has which number and which input buffers."""
+    """Stand in for Transformer Engine's function, and compute in the same way which callable has
+    which number and which input buffers."""
     microbatches = len(_order) // len(_num_layers_per_chunk) // 2
     begins = [sum(_num_layers_per_chunk[:c]) for c in range(len(_num_layers_per_chunk))]
     inputs = [*sample_args]
@@ -103,7 +108,7 @@ def _signature(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Graph:
-    """A layer's two graphs for one microbatch."""
+    """The two graphs of a layer for one microbatch."""
 
     def __init__(
         self, module: Any, layer: int, inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
@@ -132,8 +137,8 @@ class Graph:
     def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             for name, buffer in self._kwargs.items():
-                # Megatron makes a mask of zeros where there is none, which is for attention that
-                # is causal without one. The samples' is causal.
+                # If there is no mask, Megatron passes one of zeros to attention that is causal
+                # without a mask. The mask of the samples is causal.
                 if name != "attention_mask" or kwargs[name].any():
                     buffer.copy_(kwargs[name])
         result: tuple[Tensor, ...] = _Replayed.apply(self, *args, *self._parameters)
@@ -143,7 +148,7 @@ class Graph:
         self.outputs.clear()
 
     def _forward(self) -> list[Tensor]:
-        # As when graphs are captured: a layer of Megatron's runs what is in a graph alone then.
+        # Megatron's layers run only the modules of the graph while graphs are captured.
         splits, queue.splitting = queue.splitting, False
         captures, cuda_graphs._IS_GRAPH_CAPTURING = cuda_graphs._IS_GRAPH_CAPTURING, True
         try:

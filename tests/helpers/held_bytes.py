@@ -1,15 +1,15 @@
 """Bytes that a rank really holds during a training step, counted action by action.
 
-Counted are storages: every one that an operation has made during the step and that still lives,
-whoever keeps it (autograd, the queue of weight gradients, the executor, the model, a leak). On a
-GPU `torch.cuda.memory_allocated` says the same, plus what was there before the step: parameters,
-gradient buffers, cached masks. Not counted is what an action has freed by its end.
+Every storage counts that an operation created during the step and that is still alive, whatever
+keeps it (autograd, the queue of weight gradients, the executor, the model, a leak). On a GPU
+`torch.cuda.memory_allocated` says the same, plus the memory from before the step: parameters,
+gradient buffers, cached masks. Memory that an action has freed by its end does not count.
 
-Tensors on their way are told apart: an output or a gradient from the pass that makes it until its
-send has been waited for, or until the next stage on the same rank takes it, and a receive from when
-it is posted until its pass takes it. The simulator knows nothing of them.
+Tensors of messages count separately: an output or a gradient from its pass until its send has been
+waited for, or until the next stage on the same rank takes it, and a receive from when it is posted
+until its pass takes it. The simulator does not know these times.
 
-What has been offloaded is no rank's: its host buffers are not made by torch here.
+Offloaded tensors belong to no rank: torch does not allocate their host buffers here.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Sample:
     """Bytes that a rank holds right after ``action``.
 
     Attributes:
-        held: in all, but for what is on its way.
-        on_its_way: outputs, gradients and receives on their way.
-        own: of ``held``, what belongs to the action's stage and microbatch.
-        queued: what waits in the queue for the W pass of this stage and microbatch.
-        copied: of that, inputs of layers that no forward pass has made.
+        held: all but tensors of messages.
+        on_its_way: outputs, gradients and receives of messages.
+        own: the part of ``held`` that belongs to the action's stage and microbatch.
+        queued: bytes in the queue for the W pass of this stage and microbatch.
+        copied: the part of ``queued`` that are inputs of layers created by no forward pass.
     """
 
     action: Action
@@ -67,7 +67,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step on one rank. ``left_over`` is what is held after it, losses apart."""
+    """A step on one rank. ``left_over`` are the bytes that are still held after it, without
+    losses."""
 
     digest: str
     samples: tuple[Sample, ...]
@@ -83,7 +84,7 @@ class Measured:
 
 
 class _MeasuredExecution:
-    """A step of ours that looks around after every action."""
+    """A step of this project's executor that counts bytes after every action."""
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class _MeasuredExecution:
         return performed
 
     def hand_over(self, action: Action) -> None:
-        """Count the tensor from the neighbouring stage on this rank as ``action``'s own from now
-        on."""
+        """From now on count the tensor from the neighbouring stage on this rank as belonging to
+        ``action``."""
         stage, _, microbatch = action
         made = []
         if Kind.FORWARD in RULES[action.kind].covers:
@@ -160,8 +161,11 @@ class _MeasuredExecution:
         )
 
     def owners(self) -> dict[int, Microbatch | None]:
-        """Whose each storage is: his who has made it. But a stage's output is its own, also what
-        stands for it when its memory has been freed, which the next stage on the rank may do."""
+        """Return the owner of each storage, which is the stage and microbatch that created it.
+
+        The output of a stage always belongs to that stage. So does the tensor of one element that
+        replaces it when its memory is freed, even if the next stage on the rank creates that.
+        """
         owners: dict[int, Microbatch | None] = {
             address: None if maker is None else (maker.stage, maker.microbatch)
             for address, maker in self.live.maker_of.items()
@@ -188,8 +192,8 @@ class _MeasuredExecution:
         )
 
     def kept_for_megatron(self) -> set[int]:
-        """The losses and token counts, which a step returns; and random states, which are the
-        host's."""
+        """Return the losses and token counts, which a step returns to Megatron, and the random
+        states, which are on the host."""
         return addresses(
             [
                 [stage.losses, stage.tokens, [call.random_states for _, call, _ in given_up]]
@@ -200,16 +204,16 @@ class _MeasuredExecution:
 
 
 def queued(whose: Microbatch) -> tuple[set[int], set[int]]:
-    """The storages in the queue: inputs of layers, and gradients of their outputs."""
+    """Return the storages in the queue: inputs of layers, and gradients of their outputs."""
     pairs = [use.tensors for uses in queue._pending.get(whose, {}).values() for use in uses.uses]
     return addresses([x for x, *_ in pairs]), addresses([dy for _, *dy in pairs])
 
 
 def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let ranks forked from now on count, and leave what they found in ``folder``.
+    """Let ranks that are forked from now on count their bytes, and write the results to ``folder``.
 
-    The first step of a rank, which also fills caches, is not counted. Each later one overwrites
-    what the one before has left.
+    The first step of a rank, which also fills caches, is not counted. Each later step overwrites
+    the results of the one before.
     """
 
     def execute(
@@ -234,7 +238,7 @@ def measure_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def but_for_the_first(run: Callable[..., Any], counted: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``run`` once, and ``counted`` from then on."""
+    """Return a function that calls ``run`` the first time, and ``counted`` from then on."""
     functions = itertools.chain([run], itertools.repeat(counted))
     return lambda *args, **kwargs: next(functions)(*args, **kwargs)
 
@@ -244,10 +248,11 @@ def read_steps(folder: Path, ranks: int) -> list[Measured]:
 
 
 def measure_stock_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """`measure_steps` for Megatron's own 1F1B: after each forward_step and backward_step.
+    """Count bytes like `measure_steps`, but for Megatron's own 1F1B, after each forward_step and
+    backward_step.
 
-    On its way is the output of the pass; and what the backward pass before took and gave, which
-    stock's local variables keep until the next one.
+    The output of a pass counts as on its way. So do the tensors that the previous backward pass
+    took and returned, which Megatron's local variables keep until the next one.
     """
     run, forward, backward = (
         stock.forward_backward_pipelining_without_interleaving,

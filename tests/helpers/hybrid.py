@@ -1,7 +1,8 @@
 """Hybrid models and linear attention on the CPU.
 
-Megatron's own have Transformer Engine's layers, and gated delta nets the kernels of `fla`. Here are
-local layers, and Megatron's delta rule for deterministic_mode, in torch's operations.
+Megatron's own hybrid models have Transformer Engine's layers, and gated delta nets the kernels of
+`fla`. This module has local layers, and Megatron's delta rule for deterministic_mode, which uses
+torch's operations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-# Sizes of a gated delta net, which deterministic_mode has run by torch's own operations.
+# Sizes of a gated delta net; deterministic_mode runs it with torch's own operations.
 DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -51,14 +52,14 @@ DELTA_NET: dict[str, Any] = {
 
 
 class _LocalBackend(LocalSpecProvider):
-    """Without norms before its linear layers, which Transformer Engine's have within."""
+    """A backend whose linear layers have no norm inside, as Transformer Engine's have."""
 
     def column_parallel_layer_norm_linear(self) -> type:
         return ColumnParallelLinear
 
 
 def stub_kernels() -> None:
-    """In this process, what only GPUs have gets a meaning on the CPU."""
+    """Give meanings on the CPU to names that only GPUs have, in this process."""
     torch.compiler.set_stance("force_eager")
     common.HAVE_FLA = True
     common.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -74,7 +75,7 @@ def _layer(module: type, **submodules: Any) -> ModuleSpec:
 
 
 def local_spec(experts: int | None) -> ModuleSpec:
-    """Megatron's hybrid_stack_spec of local layers: ``*``, ``-``, ``E`` and ``G``."""
+    """Return Megatron's hybrid_stack_spec with local layers: ``*``, ``-``, ``E`` and ``G``."""
     before: dict[str, Any] = {"input_layernorm": WrappedTorchNorm}
     attention = ModuleSpec(
         module=SelfAttention,
@@ -111,7 +112,7 @@ def local_spec(experts: int | None) -> ModuleSpec:
                         enorm=WrappedTorchNorm,
                         hnorm=WrappedTorchNorm,
                         eh_proj=ColumnParallelLinear,
-                        mtp_model_layer=None,  # the pattern says which
+                        mtp_model_layer=None,  # the pattern decides which layer
                         layer_norm=WrappedTorchNorm,
                     ),
                 )
@@ -131,7 +132,7 @@ def local_spec(experts: int | None) -> ModuleSpec:
 
 
 def hybrid_model(config: TransformerConfig, pattern: str, **model: Any) -> HybridModel:
-    """A chunk of the hybrid model of ``pattern``, of local layers."""
+    """Return a chunk of the hybrid model of ``pattern``, with local layers."""
     stub_kernels()
     return HybridModel(
         config, local_spec(config.num_moe_experts), hybrid_layer_pattern=pattern, **model

@@ -1,4 +1,4 @@
-"""Multi-latent attention on the CPU, whose core is Transformer Engine's elsewhere."""
+"""Multi-latent attention on the CPU, whose core attention is otherwise Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class Attention(DotProductAttention):
-    """Megatron's own, as multi-latent attention calls Transformer Engine's."""
+    """Megatron's own core attention, with the arguments that multi-latent attention passes to
+    Transformer Engine's."""
 
     def __init__(
         self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **more: Any
@@ -18,5 +19,5 @@ class Attention(DotProductAttention):
 
 
 def take_local_attention() -> None:
-    """In this process, layers are made with it."""
+    """Let layers that are built in this process use `Attention`."""
     backends.DotProductAttention = Attention

@@ -1,4 +1,4 @@
-"""A caller's script that is launched on forked ranks, as ``python -m megatron_ext SCRIPT`` is."""
+"""A caller's script, launched on forked ranks as by ``python -m megatron_ext SCRIPT``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, va
 
 
 def printed_by_ranks(script: Path, ranks: int, variables: dict[str, str]) -> str:
-    """Run ``script`` on so many ``ranks``, with ``variables`` of the environment, and return what
-    they printed."""
+    """Run ``script`` on ``ranks`` ranks with ``variables`` in the environment, and return
+    everything that they printed."""
 
     def on_rank(rank: int) -> str:
-        torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
+        torch.compiler.set_stance("force_eager")  # the launcher says so before torch is imported
         os.environ |= torchrun_environment(rank, ranks, port) | variables
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             main([str(script)])

@@ -1,4 +1,4 @@
-"""Commands run in forks of the tests' process that may take only so much memory and time."""
+"""Commands run in forks of the test process that may take only limited memory and time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_BYTES, MOST_SECONDS = 2**30, 10  # CPU seconds, on a machine that others us
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command: its exit status, all that it printed, the seconds of its process, and the
-    bytes by which its process grew at most."""
+    """End of a command: its exit status, everything that it printed, the seconds of its process,
+    and the most bytes by which its process grew."""
 
     status: int
     output: str
@@ -34,8 +34,8 @@ def run_limited(words: Sequence[str], folder: Path) -> Ended:
 
 
 def call_limited(function: Callable[[], object], folder: Path) -> Ended:
-    """Call ``function`` in a fork, in ``folder``. It is killed by signal beyond twice
-    `MOST_SECONDS`, and gets no more memory beyond twice `MOST_BYTES`."""
+    """Call ``function`` in a fork, in ``folder``. A signal ends it after twice `MOST_SECONDS`, and
+    it gets no memory beyond twice `MOST_BYTES`."""
     with tempfile.TemporaryFile("w+") as log:
         start = time.monotonic()
         child = os.fork()

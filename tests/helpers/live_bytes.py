@@ -1,7 +1,7 @@
 """Bytes of a training step on one rank after every action, whatever runs in it.
 
-Counted are storages made during the step that still live, as in `held_bytes`, which also tells
-whose they are. Here two runs of one program are compared, so that whose they are does not matter.
+Storages count that were created during the step and are still alive, as in `held_bytes`, which also
+says whose they are. This module compares two runs of one program, so the owners do not matter.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.helpers.storages import LiveStorages, addresses
 # 11 of 1,000 all-gathers over two ranks a tensor still lived, and after 1 a millisecond later.
 SETTLED = 0.01
 
-# Action, bytes held, bytes on their way.
+# Action, bytes held, bytes of messages.
 Samples = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The second step of a rank; ``digest`` is "" for Megatron's own."""
+    """The second step of a rank; ``digest`` is "" for Megatron's own schedule."""
 
     digest: str
     samples: Samples
@@ -46,7 +46,8 @@ class CountedStep:
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let ranks forked from now on count their second step, and leave it in ``folder``."""
+    """Let ranks that are forked from now on count their second step, and write the result to
+    ``folder``."""
     monkeypatch.setattr(offload, "SMALL", 0)
     monkeypatch.setattr(_Execution, "run", _but_for_the_first(_Execution.run, _run(folder)))
     monkeypatch.setattr(passes, "execute", _noting_program(passes.execute))
@@ -58,7 +59,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def counted(folder: Path, ranks: range) -> list[CountedStep]:
-    """The steps that ``ranks`` have left in ``folder``."""
+    """Return the steps that ``ranks`` have written to ``folder``."""
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in ranks]
 
 
@@ -107,18 +108,18 @@ def _run(folder: Path) -> Callable[[_Execution], None]:
 
 
 def _moving(execution: _Execution) -> Iterator[object]:
-    """Tensors of messages and collectives that an execution holds."""
+    """Yield the tensors of messages and collectives that an execution holds."""
     stage_io: Any = execution.owners[0]
     yield [*stage_io.outputs.values(), *stage_io.gradients.values()]
-    for name in ("_sending", "_receiving", "_in_flight", "_next"):  # of either transport
+    for name in ("_sending", "_receiving", "_in_flight", "_next"):  # attributes of either transport
         yield [*vars(stage_io._transport).get(name, {})]
         yield [*getattr(vars(stage_io._transport).get(name), "values", list)()]
-    if hasattr(stage_io._ends, "_exchange"):  # vocabulary parallelism's
+    if hasattr(stage_io._ends, "_exchange"):  # with a split vocabulary
         yield [*stage_io._ends._exchange._in_flight.values()]
 
 
 def _count_stock(run: Callable[..., Any], folder: Path, *args: Any, **kwargs: Any) -> Any:
-    """Run a step of Megatron's own, and count after each of its passes."""
+    """Run a step of Megatron's own schedule, and count after each of its passes."""
     live, samples = LiveStorages(), list[tuple[str, int, int]]()
     names = {"forward_step": "F", "backward_step": "B"}
     originals = {name: getattr(stock, name) for name in names}

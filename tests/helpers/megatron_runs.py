@@ -1,7 +1,7 @@
 """Short trainings of a real GPT through Megatron's own loop, on forked ranks.
 
-The script, the launcher and Megatron are the user's; only the ranks are forked from a parent that
-has imported torch and Megatron, so that a run costs seconds.
+The script, the launcher and Megatron are the ones that users run. Only the ranks are forked from a
+parent that has imported torch and Megatron, so that a run costs seconds.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from tests.helpers.ranks import (
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
-# What ranks would otherwise each import for themselves. What is imported is then kept out of the
-# garbage collector's sight: else every rank would copy its pages.
+# Modules that each rank would otherwise import. Once imported, they are hidden from the garbage
+# collector, or each rank would copy their pages.
 for _module in (
     "numpy.ma",
     "megatron.core.datasets.helpers",
@@ -72,14 +72,15 @@ for _module in (
     *(f"megatron_ext.patches.{name}" for feature in FEATURES for name in feature.modules),
 ):
     importlib.import_module(_module)
-with contextlib.suppress(ModuleNotFoundError):  # since 0.20 there is none
+with contextlib.suppress(ModuleNotFoundError):  # removed in 0.20
     importlib.import_module("megatron.core.tokenizers.text.models")
 entries()  # imports the families
 runpy.run_path(str(SCRIPT), run_name="imported")
 
 
 def _remember_docstrings() -> None:
-    """Each rank would parse the sources of Megatron's configs for its --help, a second long."""
+    """Read the docstrings of Megatron's configs once; each rank would parse their sources for its
+    --help, which takes a second."""
     read = ArgumentGroupFactory._get_field_docstrings
     known: dict[type, dict[str, str]] = {}
 
@@ -92,17 +93,20 @@ def _remember_docstrings() -> None:
 
 
 def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """As the C++ that Megatron compiles for its recompute of single modules, a minute long on a
-    busy machine, but for a copy: beneath the tensors, which do not notice."""
+    """Copy the storage, in place of the C++ that Megatron compiles for its recompute of single
+    modules. That shares the storage below the tensors, which do not notice; compiling it takes a
+    minute on a busy machine."""
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.nbytes())
     storage.copy_(source)
 
 
 class _Attributes:
-    """Who holds what is patched: each rank would look at the attributes of all modules, and so copy
-    their pages; and each plan and each check of a launch command as well, for most of its time. Of
-    modules that are known, only the engine sets such attributes.
+    """Remembers which modules hold a patched attribute.
+
+    Each rank would otherwise look at the attributes of all modules, and so copy their pages. Each
+    plan and each check of a launch command would do so as well, for most of its time. In modules
+    that were imported before, only the engine sets such attributes.
     """
 
     def __init__(self) -> None:
@@ -113,7 +117,7 @@ class _Attributes:
         engine._swap, engine.modules_with = self._note, self._remembered
 
     def remember(self) -> None:
-        """Know what is imported by now."""
+        """Remember the modules that have been imported by now."""
         for name in list(self._later()):
             module = sys.modules[name]
             for value in vars(module).values() if isinstance(module, types.ModuleType) else ():
@@ -139,13 +143,14 @@ class _Attributes:
 
 
 def _remember_sources() -> None:
-    """Each rank would read and parse what is patched."""
+    """Read and parse the patched functions once, instead of on each rank."""
     engine.source_digest = functools.cache(engine.source_digest)
     diagnose(PipelineConfig())
 
 
 def _remember_entry_points() -> None:
-    """Each rank would read the metadata of all that is installed, for torch's backends."""
+    """Read the metadata of all installed packages once. Each rank would otherwise read it for
+    torch's backends."""
     importlib.metadata.entry_points = functools.cache(  # type: ignore[assignment]
         importlib.metadata.entry_points
     )
@@ -153,8 +158,8 @@ def _remember_entry_points() -> None:
 
 
 def _prepare_parsers() -> None:
-    """Each rank would build the parser of Megatron's command line twice."""
-    for _ in range(2):  # each as Megatron's parse_args makes it
+    """Build the parsers of Megatron's command line, which each rank would otherwise build twice."""
+    for _ in range(2):  # each as in Megatron's parse_args
         parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
         _PARSERS.append(add_megatron_arguments(parser))
 
@@ -163,7 +168,7 @@ _PARSERS: list[argparse.ArgumentParser] = []
 
 
 def take_prepared_parsers() -> None:
-    """In a rank: parse with what the parent has prepared."""
+    """Let this rank use the parsers that the parent has prepared."""
 
     @functools.wraps(add_megatron_arguments)
     def prepared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -177,14 +182,14 @@ def take_prepared_parsers() -> None:
 
 
 def _print_unheard() -> None:
-    """Megatron imports wandb, which hears every write: the arguments that a rank prints cost it as
-    much as the parsing of them."""
+    """Stop wandb, which Megatron imports, from intercepting every write: printing a rank's
+    arguments cost as much time as parsing them."""
     for stream in (sys.stdout, sys.stderr):
         vars(stream).pop("write", None)
 
 
 def settle() -> None:
-    """Have ranks that are forked later leave alone what is imported by now."""
+    """Keep later ranks from copying the memory of everything that is imported by now."""
     _ATTRIBUTES.remember()
     gc.freeze()
     use_huge_pages()
@@ -207,14 +212,14 @@ atexit.register(gc.unfreeze)
 class Run:
     """Record of one rank of a training.
 
-    ``losses`` and ``norms`` are per iteration, bit for bit as floats. ``state`` has a digest of
-    each parameter and optimizer tensor, as `megatron-ext parity` records them: by names that say
-    what a tensor is, not where it lies. ``layers`` are the layers of each chunk.
-    ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
-    after setup and after each iteration. ``predictions`` are, per iteration and as far as they are
-    here, multi-token prediction's losses and how many of its tokens were right. ``redone`` are the
-    steps that post-validation took back. ``features`` are, under our schedule, those that have a
-    witness and ran.
+    ``losses`` and ``norms`` have a float for each iteration, bit for bit. ``state`` has a digest of
+    each parameter and optimizer tensor, as `megatron-ext parity` records them: by a name of the
+    tensor that does not depend on its rank. ``layers`` are the layers of each chunk. ``tables`` are
+    digests of the weights of the embedding and the output layer on this rank, after setup and after
+    each iteration. ``predictions`` are, for each iteration on ranks that have them, the losses of
+    multi-token prediction and the number of its correct tokens. ``redone`` is the number of steps
+    that post-validation took back. ``features`` are, under one of this project's schedules, the
+    features with a witness that ran.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -229,7 +234,7 @@ class Run:
     features: frozenset[Feature] | None = None
 
 
-# A model with experts; how many ranks share them is for its test to say.
+# A model with experts; its test decides how many ranks share them.
 EXPERTS: dict[str, object] = {
     "num_experts": 4,
     "moe_router_topk": 2,
@@ -241,8 +246,8 @@ EXPERTS: dict[str, object] = {
 
 
 def model_flags(**overrides: object) -> list[str]:
-    """A GPT of 4 layers on mock data; an override of None drops a flag, of True is a switch, and a
-    tuple is several words."""
+    """Return the flags of a GPT of 4 layers on mock data. An override of None removes a flag, True
+    makes it a switch, and a tuple is several words."""
     flags: dict[str, object] = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -285,11 +290,12 @@ def train(
     model_provider: Callable[..., Any] | None = None,
     before: Sequence[str] = (),
 ) -> list[Run]:
-    """Train on ``ranks`` ranks; fails unless every rank ends well and iterations were run.
+    """Train on ``ranks`` ranks; fail unless every rank ends well and at least one iteration was
+    run.
 
-    ``model_config`` is set on the model's config, for what has no flag. With a ``model_provider``
-    Megatron builds the model by it, as for scripts that pass one to pretrain(). ``before`` are
-    words of ours between ``-m megatron_ext`` and the script.
+    ``model_config`` is set on the model's config, for settings without a flag. If there is a
+    ``model_provider``, Megatron builds the model with it, as for scripts that pass one to
+    pretrain(). ``before`` are words of ours between ``-m megatron_ext`` and the script.
     """
     runs = values(train_or_fail(ranks, flags, script, model_config, model_provider, before))
     assert any(run.losses for run in runs), "not one iteration was trained"
@@ -297,7 +303,7 @@ def train(
 
 
 def _note(runs: Sequence[Run]) -> None:
-    """Have the running test know what features its trainings of ours had."""
+    """Tell the running test which features its trainings had."""
     for run in runs:
         if run.features is not None:
             witnesses.note(run.features)
@@ -311,7 +317,7 @@ def train_or_fail(
     model_provider: Callable[..., Any] | None = None,
     before: Sequence[str] = (),
 ) -> list[RankResult]:
-    """`train` for ranks that may end badly: how they end."""
+    """Train like `train`, but return how each rank ended, also if it failed."""
     with agent_store() as port:
         results = run_ranks(
             ranks,
@@ -330,28 +336,29 @@ def train_or_fail(
 
 
 def fork_checkpoint_manager() -> None:
-    """In a rank that saves: its writers report through a process that Megatron spawns, which takes
-    seconds."""
+    """Fork the process to which the writers of a checkpoint report, in a rank that saves. Megatron
+    spawns it, which takes seconds."""
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def losses(runs: Sequence[Run]) -> list[float]:
-    """The losses, which the last pipeline rank has."""
+    """Return the losses, which the last pipeline rank has."""
     return next(run.losses for run in runs if run.losses)
 
 
 def evaluations(runs: Sequence[Run]) -> list[float]:
-    """The evaluation losses, likewise."""
+    """Return the evaluation losses, which the last pipeline rank has."""
     return next((run.evaluation for run in runs if run.evaluation), [])
 
 
 def predictions(runs: Sequence[Run]) -> list[list[float]]:
-    """Return the losses and counts of multi-token prediction, likewise."""
+    """Return the losses and counts of multi-token prediction, which the last pipeline rank has."""
     return next((run.predictions for run in runs if run.predictions), [])
 
 
 def whole_state(runs: Sequence[Run]) -> dict[str, int]:
-    """The state of all ranks; fails where two hold a tensor that should be the same, and is not."""
+    """Return the state of all ranks; fail if two ranks have different values of a tensor that
+    should be equal."""
     whole: dict[str, dict[Place, int]] = {}
     for rank, run in enumerate(runs):
         for piece, share in run.state.items():
@@ -362,7 +369,8 @@ def whole_state(runs: Sequence[Run]) -> dict[str, int]:
 
 
 def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
-    """Both ended with the same losses and tensors, wherever they lie, to the last bit.
+    """Assert that both trainings ended with the same losses and tensors, to the last bit, wherever
+    the tensors are.
 
     ``runs`` may have begun later than ``reference``, from a checkpoint.
     """
@@ -390,7 +398,7 @@ def _train_rank(
     model_config: Mapping[str, object],
     model_provider: Callable[..., Any] | None,
 ) -> Run:
-    # As TORCHDYNAMO_DISABLE does where torch is imported after the CPU platform has set it; half of
+    # TORCHDYNAMO_DISABLE does this if torch is imported after the CPU platform has set it. Half of
     # a rank's time would go into compiling.
     torch.compiler.set_stance("force_eager")
     os.environ |= torchrun_environment(rank, ranks, port)
@@ -412,7 +420,7 @@ def _train_rank(
 
 
 class _Listener:
-    """Notes what Megatron's training loop comes to, by standing in for some of its functions."""
+    """Records results of Megatron's training loop by replacing some of its functions."""
 
     def __init__(
         self,
@@ -429,7 +437,7 @@ class _Listener:
     def listen(self, training: Any, post_validates: bool) -> None:
         setup, log = training.setup_model_and_optimizer, training.training_log
         training.setup_model_and_optimizer = functools.partial(self._setup, setup)
-        # patches look at what it takes
+        # patches look at its parameters
         training.training_log = functools.wraps(log)(functools.partial(self._log, log))
         training.evaluate = functools.partial(self._evaluate, training.evaluate)
         helper = training.MTPLossLoggingHelper
@@ -478,7 +486,8 @@ class _Listener:
     def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:
         noted = [
             figure
-            for name in ("values", "loss_values", "correct_values")  # the first is 0.18's
+            # the first name is that of 0.18
+            for name in ("values", "loss_values", "correct_values")
             if name in helper.tracker
             for figure in helper.tracker[name].tolist()
         ]
@@ -487,7 +496,8 @@ class _Listener:
         track(*args)
 
     def whole_run(self) -> Run:
-        """After the training: with its tensors, and who ran its steps."""
+        """Return the record after the training, with its tensors and the name of the function that
+        ran its steps."""
         models, optimizer = self._made[:2]
         tensors = NamedTensors(models, optimizer, get_args())
         self._run.state = digests(itertools.chain(tensors.parameters(), tensors.optimizer_states()))
@@ -500,17 +510,18 @@ class _Listener:
 
 
 def _layers(chunk: torch.nn.Module) -> list[int]:
-    """The numbers of a chunk's layers, counted from 0 through the whole model; of a GPT."""
+    """Return the numbers of the layers of a GPT's chunk, counted from 0 through the whole model."""
     try:
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    except RuntimeError:  # there is none
+    except RuntimeError:  # the chunk has no decoder
         return []
     return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 
 def _tables(model: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Both tables where a rank has both, though a tied model has one name for them; fails where
-    it has two of a name, as multi-token prediction on a V, and they differ."""
+    """Return digests of both tables if the rank has both, although a tied model has one name for
+    them. Fail if the rank has two tables of one name, as with multi-token prediction on a V
+    placement, and they differ."""
     tables: dict[str, int] = {}
     for chunk in model:
         for name, parameter in chunk.named_parameters():

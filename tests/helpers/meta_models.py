@@ -1,4 +1,5 @@
-"""Models as Megatron builds them on each rank, on the meta device: real dimensions, no memory."""
+"""Models as Megatron builds them on each rank, on the meta device: real dimensions without
+memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# What Transformer Engine and Apex alone have, and changes no parameters.
+# Settings that only Transformer Engine and Apex support, and that change no parameters.
 _LOCAL = {
     "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False,
@@ -38,7 +39,7 @@ _LOCAL = {
 
 @contextlib.contextmanager
 def fake_ranks(args: Any, pipeline_rank: int) -> Iterator[None]:
-    """Make Megatron's groups as the first rank of ``pipeline_rank`` has them, without other
+    """Create Megatron's groups as the first rank of ``pipeline_rank`` has them, without other
     processes."""
     of_pipeline_rank = args.world_size // args.pipeline_model_parallel_size
     dist.init_process_group(
@@ -61,16 +62,16 @@ def fake_ranks(args: Any, pipeline_rank: int) -> Iterator[None]:
 
 
 def chunks_of(args: Any) -> list[GPTModel]:
-    """The chunks of the rank here, of validated ``args``, with local layers."""
+    """Return the chunks of this rank for validated ``args``, with local layers."""
     config = core_transformer_config_from_args(SimpleNamespace(**vars(args) | _LOCAL))
-    config.persist_layer_norm = False  # nor this
+    config.persist_layer_norm = False  # another setting that only they support
     config.use_cpu_initialization, config.perform_initialization = True, False
     number = args.virtual_pipeline_model_parallel_size
     with (
         torch.device("meta"),
         mock.patch("torch.cuda.current_device", lambda: "meta"),
         mock.patch("torch.cuda.Stream"),
-        # Classes remember the first stream: one that is a mock would outlive this block.
+        # Classes keep the first stream, and a mocked one would outlive this block.
         mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
         mock.patch.object(SharedExpertMLP, "stream", None),
         mock.patch("torch.Tensor.cuda", lambda tensor: tensor),
@@ -103,17 +104,17 @@ def _chunk(args: Any, config: Any, vp_stage: int | None, number: int | None) -> 
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
-    return model.to(args.params_dtype)  # as Float16Module does
+    return model.to(args.params_dtype)  # as in Float16Module
 
 
 def of_experts(parameter: nn.Parameter) -> bool:
-    """Whether only ranks with the same experts reduce its gradient."""
+    """Return whether only ranks with the same experts reduce the gradient of ``parameter``."""
     return not getattr(parameter, "allreduce", True)
 
 
 def elements_kept(args: Any, chunk: nn.Module, bucket: int | None) -> tuple[int, int]:
-    """Elements of the gradients' buffers of ``chunk``, and those whose optimizer states the first
-    data-parallel rank has, by Megatron's own layout."""
+    """Return the elements of the gradient buffers of ``chunk``, and those whose optimizer states
+    the first data-parallel rank has, by Megatron's own layout."""
     parameters = list(chunk.parameters())
     if not args.use_distributed_optimizer:
         whole = sum(parameter.numel() for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Folder of NeMo-RL's public sources, which no package index has."""
+"""The folder of NeMo-RL's public sources, which are on no package index."""
 
 from tests.helpers.ranks import ROOT
 

@@ -1,8 +1,8 @@
 """NeMo-RL's own policy steps under several schedules, each on forked ranks of a process that has
 imported NeMo-RL: ``python -m tests.helpers.nemo_rl_on_cpu FOLDER TRAINING...``
 
-A training is a schedule, ``stock`` for Megatron's own. FOLDER takes a file of results per training
-and rank. NeMo-RL is a checkout of its public sources.
+A training is the name of a schedule, or ``stock`` for Megatron's own. FOLDER gets a file of results
+for each training and rank. NeMo-RL is a checkout of its public sources.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from tests.helpers.nemo_rl_checkout import CHECKOUT
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("nemo_rl_policy.py")
-# What NeMo-RL imports for its logs, its messages between workers and its GPUs.
+# Packages that NeMo-RL imports for its logs, the messages of its workers and its GPUs.
 _OF_NEMO_RL = ("mlflow", "prometheus_client", "pynvml", "swanlab", "zmq", "wandb")
 
 
 def import_nemo_rl() -> None:
-    assert megatron_runs.SCRIPT.exists()  # imported for what it has each rank not do again
+    # this module prepares, once, work that each rank would repeat
+    assert megatron_runs.SCRIPT.exists()
     sys.path.append(str(CHECKOUT))
-    # Two classes of Megatron's main, which NeMo-RL's pins, that its worker asks isinstance of.
+    # Two classes of the Megatron main branch that NeMo-RL pins; its worker checks for them with
+    # isinstance.
     adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
         setattr(adapter, name, type(name, (), {}))
@@ -36,7 +38,8 @@ def import_nemo_rl() -> None:
 
 
 def train(folder: Path, training: str, ranks: int) -> str:
-    """Train, and return what the ranks printed; the results are in files of ``folder``."""
+    """Train, and return everything that the ranks printed; the results are in files of
+    ``folder``."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "NEMO_RL_POLICY": json.dumps({"result": str(folder / f"{training}.json")}),

@@ -1,9 +1,9 @@
 """Policy steps of NeMo-RL's own worker, as a script on ranks without a GPU.
 
 `MegatronPolicyWorkerImpl` computes log-probabilities and trains on them with NeMo-RL's own GRPO
-loss, microbatches and normalization. The making of a worker needs Ray, NCCL and weights of Hugging
-Face, so these things stand in: the worker is made by hand around a model of Megatron-Bridge's with
-Megatron's own layers, and the sequences and advantages are drawn.
+loss, microbatches and normalization. Creating a worker normally needs Ray, NCCL and weights from
+Hugging Face. Instead, the script builds the worker by hand around a Megatron-Bridge model with
+Megatron's own layers, and draws the sequences and advantages at random.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIPELINE, BATCH, LENGTH, VOCABULARY, STEPS = 2, 12, 16, 64, 3
 
 
 def policy_config(replicas: int) -> dict[str, Any]:
-    """The part of NeMo-RL's configuration of a policy that its worker reads in a step."""
+    """Return the part of NeMo-RL's policy configuration that its worker reads in a step."""
     return {
         "train_global_batch_size": BATCH // 2 * replicas,
         "train_micro_batch_size": 1,
@@ -117,7 +117,7 @@ def build_worker() -> Any:
     config = importlib.import_module("megatron.core.utils").get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    worker = object.__new__(MegatronPolicyWorkerImpl)  # its making needs Ray and NCCL
+    worker = object.__new__(MegatronPolicyWorkerImpl)  # its constructor needs Ray and NCCL
     replicas = parallel_state.get_data_parallel_world_size()
     values = {
         "cfg": policy_config(replicas),
@@ -150,7 +150,7 @@ def build_worker() -> Any:
 
 
 def draw_batch(step: int) -> Any:
-    """Prompts and responses, padded on the right, which differ in length; small tokens are
+    """Return prompts and responses of different lengths, padded on the right; small tokens are
     rewarded."""
     draw = torch.Generator().manual_seed(100 * parallel_state.get_data_parallel_rank() + step)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=draw)

@@ -1,8 +1,9 @@
-"""Work that Megatron's schedule plans and our messages would give a device, recorded on the CPU.
+"""A record, made on the CPU, of the work that Megatron's schedule plans and this project's messages
+would give to the streams of a device.
 
-A plan's nodes run on two streams, each behind the plan's event. On the CPU all runs at once and in
-the host's order. `note_streams` records what a rank would have given its device, and `two_streams`
-checks that record.
+The nodes of a plan run on two streams, each after the plan's event. On the CPU everything runs at
+once and in the host's order. `note_streams` records what a rank would have given its device, and
+`two_streams` checks the record.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _NotedEvent:
 
 
 class _OneEvent(_NotedEvent):
-    """One for all plans of a process."""
+    """One event for all plans of a process."""
 
     def __init__(self, **unused: object) -> None:
         self.name = -1
@@ -74,8 +75,11 @@ _COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_t
 
 
 def note_streams(*, one_event: bool = False, many_streams: bool = False) -> None:
-    """In a forked rank, under `megatron_ext.patches.cpu`: from now on note in `given` what is given
-    to streams. ``one_event``: plans share one. ``many_streams``: each all-to-all has its own."""
+    """Record in `given` all work that is given to streams from now on, in a forked rank under
+    `megatron_ext.patches.cpu`.
+
+    ``one_event``: plans share one event. ``many_streams``: each all-to-all has its own stream.
+    """
     torch.cuda.Event = _OneEvent if one_event else _NotedEvent  # type: ignore[assignment,misc]
     torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
     torch.cuda.stream = _on  # type: ignore[assignment]
@@ -113,15 +117,17 @@ def _noted_node(context: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plan_of(node: Any) -> int:
-    """The loss function's node is of none: it is a plan of its own."""
+    """Return the number of the plan of ``node``. The node of the loss function belongs to none and
+    counts as a plan of its own."""
     owner = getattr(node, "chunk_state", node)
     number: int = vars(owner).setdefault("noted", next(_plans))
     return number
 
 
 def _noted_message(what: What, post: Callable[..., Any]) -> Callable[..., Any]:
-    """A message runs on its channel's stream, behind what its poster's stream was given so far; who
-    waits for it lets that stream wait."""
+    """Return ``post`` with its message recorded. A message runs on the stream of its channel, after
+    the work that its sender's stream has been given so far, and a wait for it makes the waiting
+    stream wait."""
 
     def noted(channels: Channels, channel: Any, tensor: torch.Tensor) -> Any:
         number = next(_messages)

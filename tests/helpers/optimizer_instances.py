@@ -1,4 +1,4 @@
-"""Several instances of Megatron's distributed optimizer, of replicas each."""
+"""Several instances of Megatron's distributed optimizer, each over some of the replicas."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from tests.helpers.ranks import run_ranks, values
 
 
 def use_einops(patch: pytest.MonkeyPatch) -> None:
-    """Megatron divides ranks over instances by einops, which may not be installed."""
+    """Stand in for einops, with which Megatron groups the ranks of instances, and which may not be
+    installed."""
     module = SimpleNamespace(rearrange=_rearrange)
     patch.setattr(parallel_state, "einops", module, raising=False)
     patch.setattr(parallel_state, "HAVE_EINOPS", True)
 
 
 def _rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np.ndarray:  # noqa: E741
-    """As einops, whose only use in Megatron this is."""
+    """Stand in for einops.rearrange, which Megatron uses only here."""
     assert pattern == "(l s u) -> (l u) s"
     return ranks.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
 
 
 def means_after_a_failed_step(instances: int) -> list[list[float]]:
-    """The means of two replicas' gradients, which are 2, in the two steps after one that has failed
-    while its gradients, which are 100, are reduced."""
+    """Return the mean gradients of two replicas, each 2, in the two steps after a failed one. That
+    step fails while its gradients, each 100, are being reduced."""
 
     def on_rank(rank: int) -> list[float]:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)

@@ -1,7 +1,7 @@
-"""Packages that some of Megatron's optimizers need, on the CPU: for forked processes only.
+"""Packages that some of Megatron's optimizers need, on the CPU; for forked processes only.
 
-They are fetched, and Megatron, which has been imported without them, finds them then. Transformer
-Engine's kernels are stood in for by torch's operations; the others need none here.
+The packages are fetched, and Megatron, which was imported without them, finds them then. Torch
+operations stand in for Transformer Engine's kernels; the other packages need no kernels here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from tests.helpers.fetched import fetched
 
 @dataclass(frozen=True)
 class Package:
-    """``fetch`` gives its folder, or skips the test; ``use`` has Megatron find it there."""
+    """A package: ``fetch`` returns its folder or skips the test, and ``use`` lets Megatron find it
+    there."""
 
     fetch: Callable[[], Path]
     use: Callable[[Path], None]
 
 
-# ---- Adam, of Transformer Engine
+# --- Adam, of Transformer Engine
 
 
 def _use_fused_adam(folder: Path) -> None:
@@ -61,8 +62,11 @@ Lists = list[list[Tensor]]
 
 @torch.no_grad()
 def multi_tensor_adam(chunk: int, skip: Tensor, lists: Lists, *settings: Any) -> None:
-    """A step: lists of gradients, parameters, first and second moments and, where there are,
-    parameters in high precision, from which the others are made."""
+    """Run one step of Adam.
+
+    ``lists`` are gradients, parameters, first and second moments and, optionally, parameters in
+    high precision, from which the others are rounded.
+    """
     mains = lists[4] if len(lists) == 5 else lists[1]
     for gradient, parameter, first, second, main in zip(*lists[:4], mains, strict=True):
         high = main.float()
@@ -75,7 +79,8 @@ def multi_tensor_adam(chunk: int, skip: Tensor, lists: Lists, *settings: Any) ->
 def multi_tensor_adam_param_remainder(
     chunk: int, skip: Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """As the other; of parameters in high precision there are the bits that bf16 lacks."""
+    """Run one step of Adam with the bits that bf16 lacks in place of parameters in high
+    precision."""
     for gradient, parameter, first, second, remainder in zip(*lists, strict=True):
         upper = parameter.view(torch.int16).int() - (remainder < 0).int()
         high = ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)
@@ -107,15 +112,15 @@ def _update(
     return rate * (direction + decay * high)
 
 
-# ---- Muon, of NVIDIA's emerging optimizers
+# --- Muon, of NVIDIA's emerging optimizers
 
-_MUON = "0.2.0"  # Megatron 0.19's
+_MUON = "0.2.0"  # the version for Megatron 0.19
 _REPOSITORY = "https://github.com/NVIDIA-NeMo/Emerging-Optimizers"
 
 
 def _use_muon(folder: Path) -> None:
     sys.path.insert(0, str(folder))
-    for name in ("absl", "triton"):  # for logs, and for kernels that nobody calls
+    for name in ("absl", "triton"):  # for logs, and for kernels that are not called
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     importlib.reload(emerging_optimizers)
@@ -127,7 +132,7 @@ MUON = Package(
 )
 
 
-# ---- einops, by which Megatron divides ranks over instances of the distributed optimizer
+# --- einops, with which Megatron groups the ranks of optimizer instances
 
 
 def _use_einops(folder: Path) -> None:

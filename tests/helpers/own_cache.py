@@ -1,4 +1,4 @@
-"""A cache directory for the tests alone, which shares only what numba has compiled."""
+"""A cache directory for the tests alone, which shares only the code that numba has compiled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 
 @contextlib.contextmanager
 def own_cache(cache: Path, config: pytest.Config) -> Iterator[None]:
-    """Have searches store their results in the empty folder ``cache``, so that a search is tested
-    and not its result of yesterday. What numba has compiled of the same source is stored in
-    pytest's cache, for all processes: compiling takes longer than all searches."""
+    """Let searches store their results in the empty folder ``cache``, so that a test runs the
+    search and does not read its result of yesterday.
+
+    Code that numba has compiled of the same source is stored in pytest's cache, for all processes,
+    as compiling takes longer than all searches.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if "MPLCONFIGDIR" not in os.environ:
             # matplotlib would take seconds to list the fonts anew.
@@ -26,6 +29,6 @@ def own_cache(cache: Path, config: pytest.Config) -> Iterator[None]:
             compiled = cache / "megatron_ext" / "numba"
             compiled.parent.mkdir(0o700)
             shared = provider.mkdir("numba")
-            shared.chmod(0o700)  # where others may write, nothing is loaded
+            shared.chmod(0o700)  # from a folder that others may write to, nothing is loaded
             compiled.symlink_to(shared)
         yield

@@ -1,8 +1,9 @@
 """Packed sequences on the CPU.
 
-Attention over several sequences in a row is Transformer Engine's, on GPUs. Here Megatron's own goes
-over one after the other; slices need one with fewer queries than keys. `--sft` reads conversations
-with a package and a tokenizer that are not here: some of made-up tokens stand in.
+Attention over several sequences in a row is a kernel of Transformer Engine, on GPUs. This module
+runs Megatron's own attention over one sequence after the other; slices need attention with fewer
+queries than keys. `--sft` reads conversations with a package and a tokenizer that are not
+installed, so made-up tokens stand in.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Message = dict[str, str]
 
 @contextlib.contextmanager
 def packed_on_the_cpu() -> Iterator[None]:
-    """Megatron trains on packed sequences here, and so do ranks that are forked within."""
+    """Let Megatron train on packed sequences in this process and in ranks forked within the
+    block."""
     attention = by_sequence(DotProductAttention.forward)
     with mock.patch.object(DotProductAttention, "forward", attention), _made_up_conversations():
         yield
@@ -44,7 +46,8 @@ def packed_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sliced_packs_on_the_cpu() -> Iterator[None]:
-    """As `packed_on_the_cpu`, with attention that slices reach as they do Transformer Engine's."""
+    """Let Megatron train on packed sequences with attention that slices call in the same way as
+    Transformer Engine's."""
     known = [PackedAttention.forward]
     with (
         mock.patch.object(backends, "DotProductAttention", PackedAttention),
@@ -56,8 +59,8 @@ def sliced_packs_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_prompts_on_the_cpu() -> Iterator[None]:
-    """Models that are made here run sequences as Megatron's own attention does, and rows of shared
-    prompts as Transformer Engine's would."""
+    """Let models that are built in the block run sequences with Megatron's own attention, and rows
+    of shared prompts as Transformer Engine's attention would."""
     known = [AttentionToPrompts.forward]
     with (
         mock.patch.object(backends, "DotProductAttention", AttentionToPrompts),
@@ -71,14 +74,15 @@ def _made_up_conversations() -> Iterator[None]:
     with (
         mock.patch.object(sft_dataset, "SFTLowLevelDataset", Conversations),
         mock.patch.object(MegatronTokenizerText, "tokenize_conversation", tokenize_conversation),
-        mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", 8),  # some in a sample
+        # so that a sample has several
+        mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", 8),
     ):
         yield
 
 
 def packed_params(lengths: Sequence[int], padding: Sequence[int] | None = None) -> PackedSeqParams:
-    """Return the parameters of sequences of these lengths, in tokens, with ``padding`` behind
-    each."""
+    """Return the parameters of sequences of these lengths, in tokens, each followed by its
+    ``padding``."""
     ends = _ends(lengths)
     padded = None if padding is None else _ends([*map(sum, zip(lengths, padding, strict=True))])
     longest = max(lengths)
@@ -90,7 +94,7 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 
 
 def by_sequence(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``attention``, over [t, heads, channels] sequence by sequence where they are packed."""
+    """Return ``attention`` that runs over packed sequences, [t, heads, channels], one by one."""
 
     def forward(
         module: Any,
@@ -121,7 +125,7 @@ def by_sequence(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def by_segment(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``attention``, and that of rows with shared prompts."""
+    """Return ``attention`` that also runs over rows with shared prompts."""
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(kwargs.get("packed_seq_params"), SharedPromptParams):
@@ -132,7 +136,8 @@ def by_segment(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class PackedAttention(Attention):
-    """Core attention that takes what Transformer Engine's takes, and goes over documents."""
+    """Core attention that has the arguments of Transformer Engine's, and runs over documents one by
+    one."""
 
     def forward(
         self,
@@ -158,8 +163,8 @@ class PackedAttention(Attention):
 
 
 class AttentionToPrompts(Attention):
-    """Core attention of sequences apart, and of rows with shared prompts, which it has as
-    documents."""
+    """Core attention of separate sequences, and of rows with shared prompts, which are passed to it
+    as documents."""
 
     def forward(
         self,
@@ -188,9 +193,11 @@ def by_document(
     attention_bias: None,
     packed_seq_params: PackedSeqParams,
 ) -> Tensor:
-    """Attention of [t, heads, channels] as Transformer Engine's: the mask of each document is
-    aligned to the top left, if it is not said to be aligned to the bottom right. What it gives for
-    padding is 0."""
+    """Return the attention of [t, heads, channels] as Transformer Engine computes it.
+
+    The mask of each document is aligned to the top left, unless it is said to be aligned to the
+    bottom right. The output for padding is 0.
+    """
     packed = packed_seq_params
     assert packed.qkv_format == "thd"
     ends = (packed.cu_seqlens_q, packed.cu_seqlens_q_padded, packed.max_seqlen_q)
@@ -213,7 +220,7 @@ def by_document(
 def _documents(
     tensor: Tensor, ends: Tensor, padded: Tensor | None, longest: int
 ) -> list[tuple[Tensor, int]]:
-    """Each document in ``tensor``, and how many tokens of padding are behind it."""
+    """Return each document in ``tensor``, and the number of padding tokens after it."""
     padded = ends if padded is None else padded
     assert ends.dtype == padded.dtype == torch.int32 and len(ends) == len(padded)
     assert int(padded[-1]) == len(tensor) and int(ends.diff().max()) <= longest
@@ -223,7 +230,7 @@ def _documents(
 
 
 class Conversations:
-    """In the place of the JSON lines that `--sft` reads: short conversations, some to a line."""
+    """Short conversations, in place of the JSON lines that `--sft` reads."""
 
     def __init__(self, dataset_path: str | None) -> None:
         pass
@@ -246,8 +253,8 @@ class Conversations:
 def tokenize_conversation(
     tokenizer: Any, conversation: list[Message], return_target: bool, add_generation_prompt: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of a conversation, and the same without those that the model is not to
-    learn."""
+    """Return the tokens of a conversation, and the targets, in which tokens that the model must not
+    learn are replaced."""
     assert return_target and not add_generation_prompt
     tokens: list[int] = []
     targets: list[int] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def data_in(text: str) -> dict[str, Any]:
-    """The data of the page whose text is ``text``."""
+    """Return the data of the page whose text is ``text``."""
     match = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert match
     data: dict[str, Any] = json.loads(match[1])

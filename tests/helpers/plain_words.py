@@ -1,11 +1,11 @@
-"""Places in Python sources whose words break the project's rules for plain English.
+"""Places in Python sources that break the project's rules for plain English.
 
-Counted are, as `RULES` names them, docstring summaries and comments that do not begin with their
+`RULES` names what is counted: docstring summaries and comments that do not begin with their
 subject, phrases that have a plain word instead, names of public classes and aliases that exist more
-than once, sentences of help texts with more than `MOST_WORDS` words, and old words of the project
-in identifiers and in strings of fewer than `_FEWEST_WORDS` words, as keys, labels and titles are. A
-comment ``# plain words: REASON`` makes an exception: on a line of the string, of the name or of the
-class, or alone on the line before it.
+than once, and sentences of help texts with more than `MOST_WORDS` words. Old words of the project
+count in identifiers and in strings of fewer than `_FEWEST_WORDS` words, such as keys, labels and
+titles. A comment ``# plain words: REASON`` makes an exception: on a line of the string, of the name
+or of the class, or alone on the line before it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OPENINGS, COMMENTS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RUL
     "old_names",
     "old_labels",
 )
-MOST_WORDS = 35  # of a sentence in a help text
-MOST_LINES = 8  # of a module's docstring
+MOST_WORDS = 35  # in a sentence of a help text
+MOST_LINES = 8  # in the docstring of a module
 SHORT_MODULE = 40  # lines of a module whose docstring may be one sentence
-_FEWEST_NEW_WORDS = 3  # of a module's docstring, beyond those of its path
+_FEWEST_NEW_WORDS = 3  # in the docstring of a module, beyond the words of its path
 
 _OPENING = re.compile(r"(Of|What|Which|Where|Those|These|That|As of)\b")
 _COMMENT = re.compile(r"#+ *(of|which|that|whose|its?|they|their|them)\b", re.IGNORECASE)
@@ -47,8 +47,8 @@ _PLAIN = {  # by phrase, words to write instead
     r"wants?|wanted": "requires, requested",
     r"nobody": "the one who does",
 }
-# Words that had several meanings, or none to a newcomer. Compared are the words of a name in lower
-# case. "Pairs" is not among them: the feature's public name is that of --pipeline-pairs.
+# Words that have several meanings, or none to a newcomer. The words of a name are compared in lower
+# case. "Pairs" is not in the list, as --pipeline-pairs is the public name of the feature.
 _OLD = {  # by pattern, words to write instead
     r"again": "recompute, repeat",
     r"dice|hangs": "rng, deadlock",
@@ -65,7 +65,7 @@ _OLD = {  # by pattern, words to write instead
     r"untrained|first_trained(?!_stage)": "first_trained_stage",
     r"ways?": "alternative, fallback",
 }
-_OLD_WHOLE = {  # the same, of a whole name or label
+_OLD_WHOLE = {  # the same for a whole name or label
     r"choice": "resolved_spec",
     r"head": "output_layer, earliest_start",
     r"hidden": "overlap_saving",
@@ -79,19 +79,20 @@ _OLD_NAME = re.compile(
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_WORD = re.compile(r"\W+|_+")
 _ALIAS = re.compile(r"[A-Z]\w*[a-z]\w*")  # no constant, no type variable
-# "Held" and "kept" are not among them: the memory account has a right to both.
+# "Held" and "kept" are not in the list: the memory account needs both.
 _PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_FEWEST_WORDS = 4  # of a string that is taken for words to people
+_FEWEST_WORDS = 4  # in a string that is taken for a text to people
 _HELP = re.compile(r"\b(help|metadata)\s*=|\btyper\b")  # in each file with a help text
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # of statements, in a node
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # lists of statements in a node
 _EXCEPTION = re.compile(r"#.*\bplain words:(.*)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place that breaks a rule. ``lines``: those to which an exception to it applies."""
+    """A place that breaks a rule. ``lines`` are the lines on which a comment may make an exception
+    for it."""
 
     rule: str
     line: int
@@ -101,7 +102,8 @@ class Place:
 
 @dataclass(frozen=True)
 class SourceWords:
-    """A file with its places, those with an exception apart, and errors in its exceptions."""
+    """A file with its places, without those that have an exception, and the errors in its
+    exceptions."""
 
     places: tuple[Place, ...]
     errors: tuple[str, ...] = ()
@@ -111,8 +113,8 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
     """Return the places of the file ``text``. `CLASS_NAMES` has a place for each public class.
 
     Args:
-        strings: look for phrases in strings too, as errors and help texts are, and at comments;
-            else in docstrings only.
+        strings: whether to check comments, and phrases in strings such as errors and help texts;
+            otherwise only docstrings are checked.
     """
     exceptions = dict(_exceptions(text))
     places = list(_places(ast.parse(text), strings, may_help=bool(_HELP.search(text))))
@@ -133,7 +135,7 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
 
 
 def old_words(name: str) -> str | None:
-    """Return what to write instead of the old word in ``name``, an identifier or a label."""
+    """Return the words to write instead of the old word in ``name``, an identifier or a label."""
     words = f"_{_NO_WORD.sub('_', _CAMEL.sub('_', name)).strip('_').lower()}_"
     found = _OLD_NAME.search(words)
     if found is None:
@@ -162,8 +164,8 @@ def _exceptions(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _comments(text: str) -> Iterator[Place]:
-    """Yield the comments that begin with a word for a subject that a reader of one has not seen."""
-    last = -1  # line of the latest comment that stands alone
+    """Yield the comments that begin with a word for a subject that their reader has not seen."""
+    last = -1  # line of the latest comment on a line of its own
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
             continue
@@ -242,7 +244,7 @@ def _phrases(node: ast.expr, text: str, lines: range) -> Iterator[Place]:
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, str]]:
     nodes: list[ast.AST] = [tree]
-    for node in nodes:  # which grows by the statements in it
+    for node in nodes:  # the loop adds the statements of each node to the list
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
                 case [ast.Expr(value=ast.Constant(value=str()) as constant), *_]:
@@ -280,8 +282,8 @@ def _words_of(node: ast.AST) -> str | None:
 
 
 def _help_texts(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the texts given as ``help=`` or in the ``metadata=`` of a setting, and docstrings of
-    typer's commands."""
+    """Yield the texts given as ``help=`` or in the ``metadata=`` of a setting, and the docstrings
+    of typer's commands."""
     for node in ast.walk(tree):
         match node:
             case ast.keyword(arg="help" | "metadata", value=value):
@@ -297,7 +299,8 @@ def package_of(path: Path) -> str:
 
 
 def count(sources: Iterable[tuple[Path, SourceWords]]) -> dict[str, dict[str, int]]:
-    """Return the number of places by package and rule, without those that have none."""
+    """Return the number of places by package and rule, without packages and rules that have
+    none."""
     counts: dict[str, dict[str, int]] = {}
     for path, source in sources:
         for place in source.places:
@@ -308,11 +311,11 @@ def count(sources: Iterable[tuple[Path, SourceWords]]) -> dict[str, dict[str, in
 
 
 def docstring_errors(path: Path, text: str) -> list[str]:
-    """Return what is wrong with the docstring of the module ``text`` at ``path``.
+    """Return the errors of the docstring of the module ``text`` at ``path``.
 
-    It should say the problem, why it is one, and what is done about it: in whole sentences, and in
-    at most `MOST_LINES` lines. Blank lines and indented ones (commands, pictures) do not count, nor
-    does what follows "Not patched" in a patch.
+    It should say the problem, why it is one, and what is done about it, in whole sentences and at
+    most `MOST_LINES` lines. Blank and indented lines (commands, pictures) do not count, nor does
+    the part of a patch after "Not patched".
     """
     if not text.strip():
         return []
@@ -334,6 +337,6 @@ def docstring_errors(path: Path, text: str) -> list[str]:
 
 
 def _words_in(text: str) -> set[str]:
-    """Return the words of ``text`` that mean something, in the singular."""
+    """Return the words of ``text`` that have a meaning, in the singular."""
     words = {word.rstrip("s") for word in re.findall(r"[a-z]+", text.lower())}
     return words - {"", "a", "an", "and", "by", "for", "in", "it", "of", "on", "the", "to"}

@@ -1,5 +1,5 @@
-"""Probes add a dummy in a copy of the repository and list the files that whoever adds one touches:
-those that are edited by hand, and those that commands then write."""
+"""Probes that add a dummy to a copy of the repository and list the files that a developer who adds
+one changes: those edited by hand, and those that commands then write."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.helpers.forked import run_forked
 ROOT = Path(__file__).resolve().parents[2]
 _COPIED = ("megatron_ext", "docs", "scripts", "tests")
 
-# A file, the text before which something is inserted, and the insertion. Without such a text it is
-# put at the end, of a new file too.
+# A file, the text before which something is inserted, and the insertion. If that text is empty, it
+# is added at the end, or to a new file.
 Edit = tuple[str, str, str]
 
-# Tests that compare lists of what there is with code, pages and other tests. They run in seconds;
-# of trainings, pictures, plain words and outputs of commands nothing is compared.
+# Tests that compare lists with code, pages and other tests, in seconds. Trainings, pictures, plain
+# words and outputs of commands are not compared.
 COMPARISONS = (
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_refused",
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_untried",
@@ -40,7 +40,7 @@ COMPARISONS = (
     "tests/unit/schedule/test_own_schedule.py::test_the_page_names_the_kinds_that_one_may_write",
 )
 
-# In plain Python: numba would compile the searches anew.
+# Search in plain Python: numba would compile the searches anew.
 _SHORT_SEARCH = """
 import pytest
 from tests.helpers.few_families import only_families
@@ -52,11 +52,12 @@ only_families(patch, "1f1b", "zb-h1", "zb-v")
 
 
 def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
-    """Return the files, by path from the root, that differ once ``edits`` are made and pages and
-    records are written, in a copy that ``folder`` takes. ``code`` runs with the dummy in it."""
+    """Return the files, by path from the root, that differ after ``edits`` are made and pages and
+    records are written. This happens in a copy in ``folder``, in which ``code`` runs with the
+    dummy."""
     importlib.import_module("tests.behaviour.refusals")  # imports Megatron, once for all probes
     for name in _COPIED:
-        # What is compiled is kept, but for what another process is just writing.
+        # Compiled files are copied, except those that another process is still writing.
         ignored = shutil.ignore_patterns("*.pyc.*")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for file in ROOT.glob("*.*"):
@@ -107,7 +108,8 @@ def _run(code: str, folder: Path) -> None:
 
 
 def check_listed(what: str, files: set[str], edits: Iterable[Edit]) -> None:
-    """Compare ``files``, which whoever adds ``what`` touches, with the page that lists them."""
+    """Compare ``files``, which a developer who adds ``what`` changes, with the page that lists
+    them."""
     by_hand = {name for name, *_ in edits}
     assert by_hand <= files
     edited, written = (

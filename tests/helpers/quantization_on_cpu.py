@@ -1,8 +1,9 @@
-"""Quantisation on the CPU, in the place of Transformer Engine's kernels.
+"""Quantisation on the CPU, in place of Transformer Engine's kernels.
 
 Recipes, scales, amax histories, cached copies of weights and the classes of quantised tensors are
-its own Python's. A quantised tensor holds here, where its bytes would be, the values that they
-stand for: rounded by the recipe's number format and scales, block by block along rows or columns.
+Transformer Engine's own Python. A quantised tensor here holds, in place of its bytes, the values
+that they stand for: rounded by the recipe's number format and scales, block by block along rows or
+columns.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Quantizer = Any  # Transformer Engine's
+Quantizer = Any  # of Transformer Engine
 Quantized = Any
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
-watchers: list[Callable[[Quantizer, Tensor], None]] = []  # are told of each quantisation
+watchers: list[Callable[[Quantizer, Tensor], None]] = []  # called with each quantisation
 
 
 def quantize(
     tensor: Tensor, quantizer: Quantizer, output: Quantized = None, noop: Any = None
 ) -> Quantized:
-    """``tensor`` as ``quantizer`` makes it; written to ``output`` where that is given."""
+    """Return ``tensor`` quantised by ``quantizer``, written to ``output`` if that is given."""
     assert noop is None
     for watch in watchers:
         watch(quantizer, tensor)
@@ -47,7 +48,7 @@ def quantize(
 
 
 def _fill(made: Quantized, name: str, values: Tensor, in_place: bool) -> None:
-    """A copy of a weight that is made anew is overwritten where it lies."""
+    """Set the values of ``made``. A cached copy of a weight is overwritten in place."""
     if in_place:
         getattr(made, name).copy_(values)
     else:
@@ -87,14 +88,14 @@ def create_empty_quantized_tensor(
 
 
 def _reads_columns_of_rows() -> bool:
-    """Whether GEMMs take one copy either way, as Blackwell's do."""
+    """Return whether GEMMs read the same copy for rows and columns, as Blackwell's do."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     return is_non_tn_fp8_gemm_supported()
 
 
 def operand(tensor: Quantized, rowwise: bool) -> Tensor:
-    """The values that a GEMM reads of ``tensor``, which may be a plain one."""
+    """Return the values that a GEMM reads of ``tensor``, which may be a plain one."""
     if not hasattr(tensor, "_quantizer"):
         return tensor
     if not hasattr(tensor, "_transpose"):
@@ -182,8 +183,8 @@ def _as_fp8(scaled: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _as_fp4(scaled: Tensor, quantizer: Quantizer) -> Tensor:
-    """To the nearest, or, of gradients, up or down by chance: drawn as on a GPU from the device's
-    default generator."""
+    """Round to the nearest number, or, for gradients, up or down at random, drawn as on a GPU from
+    the device's default generator."""
     grid = E2M1
     size = scaled.abs().clamp(max=6)
     above = torch.bucketize(size, grid).clamp(max=7)
@@ -201,7 +202,7 @@ def _in_blocks(
     power_of_two: bool = False,
     round_to: Callable[[Tensor, Quantizer], Tensor] = _as_fp8,
 ) -> Tensor:
-    """``tensor`` rounded with one scale for each block of so many rows and columns."""
+    """Return ``tensor`` rounded with one scale for each block of so many rows and columns."""
     values = tensor.float().reshape(-1, tensor.shape[-1])
     if not values.numel():
         return tensor.float()

@@ -17,16 +17,15 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
-
-# A loaded machine must not fail a property.
 from tests.helpers.schedules import RECEIVES, SENDS, B, F, I, W
 
-# A loaded machine must not fail a property.
+# A property must not fail because the machine is busy.
 PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 def random_placement(random: Random) -> Placement:
-    """A line, loop, V, wave, or any placement that leaves no rank empty; at most 4 ranks."""
+    """Return a linear, loop, V or wave placement, or any one that leaves no rank empty, on at most
+    4 ranks."""
     ranks, chunks = random.randint(1, 4), random.randint(1, 3)
     down, up = list(range(ranks)), list(reversed(range(ranks)))
     anything = down + [random.randrange(ranks) for _ in range(random.randint(0, 4))]
@@ -43,7 +42,8 @@ def random_placement(random: Random) -> Placement:
 
 
 def random_costs(random: Random, placement: Placement) -> Costs:
-    """Costs that differ from stage to stage; the hop may be free, and longer than any pass."""
+    """Return costs that differ from stage to stage; a message may take no time, or more than any
+    pass."""
 
     def figures(low: float, high: float) -> tuple[float, ...]:
         return tuple(random.uniform(low, high) for _ in range(placement.stages))
@@ -56,7 +56,7 @@ def random_costs(random: Random, placement: Placement) -> Costs:
 
 
 def with_random_links(random: Random, costs: Costs) -> Costs:
-    """``costs`` whose links between stages are as quick as it comes: some free, some slow."""
+    """Return ``costs`` with a random time for each link between stages, some 0, some long."""
     hops = tuple(
         costs.links.p2p_seconds * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1)
     )
@@ -64,7 +64,8 @@ def with_random_links(random: Random, costs: Costs) -> Costs:
 
 
 def random_problem(random: Random) -> Problem:
-    """A random placement with random costs, and up to five microbatches; messages of both sorts."""
+    """Return a random placement with random costs and up to five microbatches, with either kind of
+    messages."""
     placement = random_placement(random)
     p2p = random.choice(list(P2P))
     return Problem(
@@ -76,11 +77,11 @@ def random_problem(random: Random) -> Problem:
 
 
 def random_schedule(random: Random, problem: Problem) -> Schedule:
-    """Any order in which the passes can run, without messages.
+    """Return any order in which the passes can run, without messages.
 
-    Each rank takes a pass that has become possible, at random; each microbatch on each stage goes
-    back in one pass or in two. In every second schedule the forward passes come in a random order
-    of the microbatches, one on all stages, and backward passes overtake one another.
+    Each rank takes, at random, a pass that has become possible, and each microbatch on each stage
+    has one backward pass or two. In half of the schedules the forward passes of all stages come in
+    one random order of the microbatches, and backward passes overtake one another.
     """
     placement, in_order = problem.placement, random.random() < 0.5
     last = placement.stages - 1
@@ -116,7 +117,7 @@ class Case:
     problem: Problem
     schedule: Schedule
 
-    def __repr__(self) -> str:  # a failing example should be read, not scrolled through
+    def __repr__(self) -> str:  # so that a failing example is short enough to read
         rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
         return f"{self.problem.placement}, {format_costs(self.problem.costs)}\n{rows}"
 
@@ -134,7 +135,7 @@ cases = seeds.map(random_case)
 
 
 def mutate(schedule: Schedule, random: Random) -> Schedule:
-    """``schedule`` with one small change, which may or may not break it."""
+    """Return ``schedule`` with one small change, which may or may not break it."""
     rows = [list(row) for row in schedule.rows]
     row = random.choice([row for row in rows if row])
     at, other = random.randrange(len(row)), random.randrange(len(row))
@@ -186,7 +187,8 @@ def _swap_sends(row: list[Action], at: int, other: int, random: Random) -> None:
 
 
 def _receive_sooner(row: list[Action], at: int, other: int, random: Random) -> None:
-    """A channel of its own takes it, the only one may hang."""
+    """Move a receive to an earlier place. On its own channel this is sound; on the only channel it
+    may hang."""
     at = random.choice([n for n, action in enumerate(row) if action.kind in RECEIVES])
     row.insert(random.randint(0, at), row.pop(at))
 
@@ -204,7 +206,7 @@ _CHANGES = {
 
 
 def _waiting_at_once(row: Iterable[Action]) -> Iterator[Action]:
-    """``row`` with blocking sends, the classic way to hang."""
+    """Yield ``row`` with blocking sends, the classic way to deadlock."""
     waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
     for action in row:
         if action.kind not in waits.values():

@@ -1,11 +1,11 @@
-"""Run a function on several ranks, forked from one process, with gloo between them.
+"""Run a function on several ranks that are forked from one process, with gloo between them.
 
-Forking costs tenths of a second where a launch costs ten: the parent has imported torch, and
-whatever its test module imports, once. It must not have started a process group or a thread pool.
+Forking costs tenths of a second and a launch ten seconds, as the parent has imported torch and the
+imports of its test module once. The parent must not have started a process group or a thread pool.
 
-Ranks are forked from the test process itself, or from a `Script`: those end as a training script
-does, by an uncaught exception and the interpreter's own shutdown. By day only rank 0 of
-a test's first case takes its modules apart at the end: that copies all of its parent's memory, and
+Ranks are forked from the test process itself, or from a `Script`. The latter end as a training
+script does, through an uncaught exception or the interpreter's own shutdown. By day only rank 0 of
+a test's first case destroys its modules at the end: this copies all of its parent's memory, and
 costs more than a second.
 """
 
@@ -40,19 +40,19 @@ from tests.helpers.combinations import IS_NIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds after which a rank is taken to hang. Far more than any needs on a busy machine, and less
-# than the ten minutes or more after which torch gives up waiting and ends it.
+# Seconds after which a rank is taken to hang. Far more than any rank needs on a busy machine, and
+# less than the ten minutes or more after which torch stops waiting and ends it.
 HANGS = 240.0
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended: ``value`` of a good one, ``error`` (a traceback) of another.
+    """How a rank ended: ``value`` if it ended well, otherwise ``error`` (a traceback).
 
-    Ranks of a `Script` have neither: their traceback is in ``stderr``.
+    Ranks of a `Script` have neither; their traceback is in ``stderr``.
     """
 
-    exit_code: int | None  # negative: the signal that ended it; None: it had to be killed
+    exit_code: int | None  # negative: the signal that ended the rank; None: the test had to kill it
     seconds: float
     value: Any = None
     error: str = ""
@@ -61,21 +61,22 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Request:
-    """Request for one forked rank, which leads a process group of its own."""
+    """Request for one forked rank, which leads its own process group."""
 
     rank: int
     ranks: int
     function: Callable[[int], Any]
     folder: str
     connect: bool
-    takes_modules_apart: bool = False  # at its end, if it is a `Script`'s
+    takes_modules_apart: bool = False  # at its end, if it is the rank of a `Script`
 
     def run(self) -> Any:
-        """In the rank: to the function's end."""
+        """Run the function to its end, in the rank."""
         os.setpgid(0, 0)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        tempfile.tempdir = self.folder  # who ends at once leaves behind what its exit would remove
+        # a rank that ends at once leaves files that its exit would remove
+        tempfile.tempdir = self.folder
         file = os.open(f"{self.folder}/{self.rank}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 2)
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # for its whole life
@@ -87,7 +88,7 @@ class Request:
                 rank=self.rank,
                 world_size=self.ranks,
             )
-            dist.barrier()  # else one that ends at once is gone before others have connected
+            dist.barrier()  # else a rank that ends at once is gone before others have connected
         return _call_in_one_chunk(self.function, self.rank)
 
 
@@ -95,20 +96,21 @@ def _call_in_one_chunk(function: Callable[[int], Any], rank: int) -> Any:
     return function(rank)
 
 
-# Python keeps its frames in chunks of 16 KiB, and maps and unmaps one wherever calls cross its end:
-# in a training thousands of times, which took a twentieth of a rank's CPU time. A function that
-# claims 40,000 words of stack gets a chunk of 512 KiB, and all that it calls lies in the same.
+# Python keeps its frames in chunks of 16 KiB, and maps and unmaps one where calls cross its end: in
+# a training thousands of times, which took a twentieth of a rank's CPU time. A function that claims
+# 40,000 words of stack gets a chunk of 512 KiB, and everything that it calls is in the same chunk.
 _call_in_one_chunk.__code__ = _call_in_one_chunk.__code__.replace(co_stacksize=40_000)
 
 
 def share_gloo_device() -> None:
     """Let one thread of this process poll the sockets of all its groups.
 
-    torch starts one for each group, and it wakes a hundred times a second even if nothing comes. A
-    rank of Megatron has 24 to 88 groups, whose threads took a tenth of its CPU time.
+    torch starts a thread for each group, which wakes a hundred times a second even if no message
+    comes. A rank of Megatron has 24 to 88 groups, whose threads took a tenth of its CPU time.
     """
     device = dist.ProcessGroupGloo.create_device(interface="lo")
-    # For as long as the process: who frees a device waits for its thread, some of them for ever.
+    # For as long as the process lives: freeing a device waits for its thread, in some cases
+    # forever.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
 
     def create(asked: Any, _: object) -> dist.ProcessGroupGloo:
@@ -128,18 +130,18 @@ class Parent(Protocol):
     """A process that ranks are forked from."""
 
     def fork(self, request: Request) -> int:
-        """Start a rank; its process id."""
+        """Start a rank, and return its process id."""
         ...
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the rank's exit code, None while it runs. May not be called again once it has
-        ended."""
+        """Return the rank's exit code, or None while it runs. It may not be called once the rank
+        has ended and its code was returned."""
         ...
 
 
 class ThisProcess:
-    """Ranks are forked right here. They leave without the interpreter's shutdown, which would
-    clean up after the tests' process too."""
+    """Forks ranks from this process. They skip the interpreter's shutdown, which would also clean
+    up after the test process."""
 
     def fork(self, request: Request) -> int:
         sys.stdout.flush()
@@ -154,7 +156,7 @@ class ThisProcess:
         with open(f"{request.folder}/{request.rank}", "wb") as file:
             pickle.dump(result, file)
         for worker in multiprocessing.active_children():
-            worker.kill()  # a checkpoint's writers, which the interpreter's shutdown would end
+            worker.kill()  # the writers of a checkpoint, which the interpreter's shutdown would end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1 if "error" in result else 0)
@@ -165,10 +167,10 @@ class ThisProcess:
 
 
 class Script:
-    """Ranks are forked from the top level of this file, run as a script."""
+    """Forks ranks from the top level of this file, run as a script."""
 
     def __init__(self) -> None:
-        self._tests: set[str] = set()  # those that have had ranks
+        self._tests: set[str] = set()  # tests that have had ranks
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -182,8 +184,9 @@ class Script:
             )
 
     def fork(self, request: Request) -> int:
-        """The request's function must be one that another process can import by its name."""
-        test = re.split(r"[\[ ]", os.environ.get("PYTEST_CURRENT_TEST", ""))[0]  # not its case
+        """Start a rank. The function of ``request`` must be one that another process can import by
+        its name."""
+        test = re.split(r"[\[ ]", os.environ.get("PYTEST_CURRENT_TEST", ""))[0]  # without its case
         is_first = request.rank == 0 and test not in self._tests
         self._tests.add(test)
         self._connection.send(replace(request, takes_modules_apart=is_first or IS_NIGHT))
@@ -199,7 +202,7 @@ class Script:
 
 
 class RunningRanks:
-    """Ranks under way, to be watched, sent signals and waited for."""
+    """Running ranks, to be watched, sent signals and waited for."""
 
     def __init__(self, pids: list[int], parent: Parent, folder: str) -> None:
         self._pids = pids
@@ -212,7 +215,7 @@ class RunningRanks:
         os.kill(self._pids[rank], signum)
 
     def stderr(self, rank: int) -> str:
-        """Return what the rank has written so far."""
+        """Return what the rank has written to stderr so far."""
         with contextlib.suppress(FileNotFoundError):
             return Path(f"{self._folder}/{rank}.stderr").read_text()
         return ""
@@ -232,7 +235,8 @@ class RunningRanks:
             time.sleep(0.01)
 
     def wait(self, timeout: float = HANGS) -> list[RankResult]:
-        """How they ended, in rank order. Who is alive after ``timeout`` seconds is killed."""
+        """Return how the ranks ended, in rank order. Ranks that still run after ``timeout`` seconds
+        are killed."""
         end = time.monotonic() + timeout
         while self._alive() and time.monotonic() < end:
             time.sleep(0.01)
@@ -240,7 +244,7 @@ class RunningRanks:
         return [self._result(rank) for rank in range(len(self._pids))]
 
     def kill(self) -> None:
-        """End those that still run, and what processes of theirs any rank has left behind."""
+        """Kill the ranks that still run, and the processes that any rank has left behind."""
         killed = self._alive()
         for rank in killed:
             os.kill(self._pids[rank], signal.SIGKILL)
@@ -248,7 +252,7 @@ class RunningRanks:
             time.sleep(0.01)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # the writers of a checkpoint, say
+                os.killpg(pid, signal.SIGKILL)  # the writers of a checkpoint, for example
         for rank in killed:
             self._ended[rank] = (None, self._ended[rank][1])
 
@@ -262,7 +266,7 @@ class RunningRanks:
 
     def _result(self, rank: int) -> RankResult:
         left = {}
-        # A rank that was killed, or one of a Script, has left nothing or half of it.
+        # A rank that was killed, or one of a Script, has written nothing or half of it.
         with contextlib.suppress(OSError, EOFError), open(f"{self._folder}/{rank}", "rb") as file:
             left = pickle.load(file)
         return RankResult(*self._ended[rank], **left, stderr=self.stderr(rank))
@@ -275,7 +279,8 @@ def running_ranks(
     parent: Parent | None = None,
     connect: bool = True,
 ) -> Iterator[RunningRanks]:
-    """``function(rank)`` on each of ``ranks`` processes, forked from ``parent`` (this process).
+    """Run ``function(rank)`` on each of ``ranks`` processes, forked from ``parent`` or this
+    process.
 
     None of them outlives the block.
     """
@@ -294,17 +299,18 @@ def running_ranks(
 def run_ranks(
     ranks: int, function: Callable[[int], Any], timeout: float = HANGS, connect: bool = True
 ) -> list[RankResult]:
-    """``function(rank)`` on each of ``ranks`` forked processes; results in rank order.
+    """Run ``function(rank)`` on each of ``ranks`` forked processes, and return the results in rank
+    order.
 
-    A rank still alive after ``timeout`` seconds is killed; its exit code is None.
+    A rank that still runs after ``timeout`` seconds is killed, and its exit code is None.
     """
     with running_ranks(ranks, function, connect=connect) as running:
         return running.wait(timeout)
 
 
 def values(results: list[RankResult]) -> list[Any]:
-    """The values of ranks that must all have ended well. Of those that have not, the first to end
-    is told of: others may have failed since it was gone."""
+    """Return the values of ranks, which must all have ended well. If some have not, the error shows
+    the first of them to end, as others may have failed because it was gone."""
     by_end = sorted(enumerate(results), key=lambda item: item[1].seconds)
     for rank, result in by_end:
         assert result.exit_code == 0, (
@@ -315,8 +321,8 @@ def values(results: list[RankResult]) -> list[Any]:
 
 
 def use_huge_pages() -> None:
-    """Have the kernel move what is in memory to pages of 2 MiB: forking a rank, and its end, then
-    take a third of the time. Where the kernel cannot, nothing changes."""
+    """Let the kernel move the memory of this process to pages of 2 MiB, which cuts the time to fork
+    and end a rank to a third. If the kernel cannot do so, nothing changes."""
     size = 2 << 20
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -335,7 +341,8 @@ _MADV_COLLAPSE = 25  # of Linux 6.1
 
 
 def lasting_folder() -> Path:
-    """A new folder, for what several tests share: gone when the tests' process ends."""
+    """Return a new folder that several tests share and that is removed when the test process
+    ends."""
     _FOLDERS.append(tempfile.TemporaryDirectory())
     return Path(_FOLDERS[-1].name)
 
@@ -345,10 +352,10 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 @contextlib.contextmanager
 def agent_store() -> Iterator[int]:
-    """The port of a new store for ranks to meet at, as torchrun's agent keeps one.
+    """Yield the port of a new store at which ranks meet, like the one of torchrun's agent.
 
-    It listens before a rank is forked, at a port that the system gives to no other process. A
-    port that is only found to be free may be another's when rank 0 comes to listen there.
+    The store listens before a rank is forked, at a port that the system gives to no other process.
+    A port that was only found to be free might be taken when rank 0 starts to listen there.
     """
     stores = _process_of_stores()
     stores.send(None)
@@ -361,18 +368,18 @@ def agent_store() -> Iterator[int]:
 
 @functools.cache
 def _process_of_stores() -> multiprocessing.connection.Connection:
-    """Stores are in a process of their own: threads of the tests' process would be missing in
-    forked ranks."""
+    """Start the process of the stores. They are in a process of their own because threads of the
+    test process would be missing in forked ranks."""
     ours, theirs = multiprocessing.Pipe()
     if os.fork():
         theirs.close()
         return ours
     try:
-        # Whatever else the tests' process holds, such as its end of a `Script`'s pipe, must be
-        # closed when it closes it: who reads at the other end would wait for ever.
+        # Everything else that the test process has open, such as its end of a `Script`'s pipe, must
+        # be closed here too. Otherwise the reader at the other end would wait forever.
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        gc.freeze()  # no object of the tests' process closes a number that a store has by now
+        gc.freeze()  # no object of the test process closes a file number that a store has by then
         stores = {}
         while True:
             port = theirs.recv()
@@ -382,13 +389,13 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
                 theirs.send(store.port)
             else:
                 del stores[port]
-    finally:  # the tests' process has ended, or Ctrl-C has: never return into its tests
+    finally:  # the test process or Ctrl-C ended this one: never return into the tests
         os._exit(0)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables in which torchrun tells a rank who it is, on one node, and that its agent has
-    the store at ``port`` (`agent_store`)."""
+    """Return the variables with which torchrun tells a rank its number, on one node, and that its
+    agent has the store at ``port`` (`agent_store`)."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -402,7 +409,7 @@ def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _next_request(connection: multiprocessing.connection.Connection) -> Request:
-    """Serve a `Script`; returns in each rank that it forks."""
+    """Serve a `Script`, and return in each rank that it forks."""
     imported = 0
     while True:
         try:
@@ -412,9 +419,10 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
         if isinstance(message, int):
             connection.send(ThisProcess().exit_code(message))
             continue
-        if imported < len(sys.modules):  # for this request
+        if imported < len(sys.modules):  # imported for this request
             imported = len(sys.modules)
-            gc.freeze()  # else a rank's shutdown, which collects garbage, copies all of this first
+            # else the shutdown of a rank collects garbage, and so first copies all of this
+            gc.freeze()
             use_huge_pages()
         pid = os.fork()
         if pid == 0:
@@ -424,7 +432,8 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
 
 
 def _run_and_leave(request: Request) -> NoReturn:
-    """Run it, and end as the interpreter does, but for what it does to modules last of all."""
+    """Run the request, and end as the interpreter does, but without destroying modules at the very
+    end."""
     status: Any = 0
     try:
         request.run()

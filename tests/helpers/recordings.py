@@ -1,4 +1,4 @@
-"""Recordings written without a training, to compare."""
+"""Recordings that are written without a training, to be compared."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Tensors = dict[Piece, np.ndarray]
 
 
 def piece(name: str, values: np.ndarray, index: tuple[int, ...] = ()) -> Piece:
-    """All of a tensor."""
+    """Return the piece that is a whole tensor."""
     shape = values.shape
     dtype = str(values.dtype)
     return Piece(name, index, shape, (0,) * len(shape), shape, 0, values.size, dtype)
 
 
 def tensor(name: str, values: Sequence[float], index: tuple[int, ...] = ()) -> Tensors:
-    """One of single precision."""
+    """Return one tensor of single precision, by its piece."""
     array = np.array(values, np.float32)
     return {piece(name, array, index): array}
 
@@ -41,7 +41,7 @@ class Course:
         )
     )
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"num_layers": 2, "clip_grad": 0})
-    # instead of the tensors themselves, from this iteration on
+    # recorded instead of the tensors above, from this iteration on
     changed: Mapping[int, Tensors] = field(default_factory=dict)
     changed_from: int = 3
 
@@ -50,7 +50,7 @@ class Course:
 
 
 def write(folder: Path, course: Course) -> Path:
-    """Record ``course`` into ``folder``."""
+    """Record ``course`` in ``folder``."""
     iterations = len(course.losses)
     about = {"world_size": len(course.ranks), "first": 0, "iterations": iterations}
     for rank, tensors in enumerate(course.ranks):
@@ -71,7 +71,8 @@ def write(folder: Path, course: Course) -> Path:
 
 
 def _digests(tensors: Tensors, iteration: int) -> dict[Piece, int]:
-    """Any number that follows from the bytes will do; the piece's place is part of it."""
+    """Return a digest of each piece. Any number that follows from the bytes, the piece and the
+    iteration will do."""
     return {
         piece: int.from_bytes(_bytes(values, piece).tobytes()[:7], "little")
         + sum(map(int, _bytes(values, piece).tobytes()))

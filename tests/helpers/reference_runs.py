@@ -1,4 +1,4 @@
-"""A second opinion on schedules: ranks that run them side by side, as their text is meant."""
+"""A second check of schedules: ranks that run them in parallel, by the meaning of their text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Run:
     """How a schedule ran: when each action began and ended, or what went wrong."""
 
     times: Mapping[Action, tuple[float, float]]
-    stuck: tuple[Action, ...] = ()  # what each stuck rank stands at, and messages that never moved
-    fault: str = ""  # what a rank could not do, or what was never done
+    # the action at which each stuck rank waits, and messages that never moved
+    stuck: tuple[Action, ...] = ()
+    fault: str = ""  # an action that a rank could not do, or that was never done
 
     @property
     def ended_well(self) -> bool:
@@ -30,24 +31,24 @@ class _Fault(Exception):
 
 
 def runs_to_end(schedule: Schedule, problem: Problem) -> bool:
-    """Whether every rank comes to the end of its row with all work of ``problem`` done."""
+    """Return whether every rank comes to the end of its row with all work of ``problem`` done."""
     return run(schedule, problem).ended_well
 
 
 def run(schedule: Schedule, problem: Problem, held_up: bool = False) -> Run:
-    """Let the ranks run ``schedule`` side by side, as its text is meant and not as it is proved.
+    """Run ``schedule`` on ranks in parallel, by the meaning of its text and not by its proof.
 
-    Nothing here looks at the table of kinds or at the graph; the two must come to the same
-    verdict. A rank does what its row says; it stands still at a pass whose message has not come
-    and at a wait whose send has not gone. Sends and receives are started and left to themselves.
-    From one rank to another activations and gradients go separate ways, on each of which the k-th
-    send meets the k-th receive, once both have been started and the message before them has gone.
-    The k-th collective of a kind ends on all ranks together, once all have started it.
-    Batched, a rank has one batch of messages under way at a time, and none of them is there before
-    all are. A pass without its input, and a message that meets another's receive, are faults.
+    This function uses neither the table of kinds nor the graph, so that it can check both. A rank
+    runs the actions of its row. It stops at a pass whose message has not arrived and at a wait
+    whose send has not moved. Sends and receives are started and run by themselves. From one rank to
+    another, activations and gradients have a channel each. On a channel, the k-th send meets the
+    k-th receive once both have been started and the message before them has moved. The k-th
+    collective of a kind ends on all ranks together, once all have started it. With batched
+    messages, a rank has one batch under way at a time, and none of its messages arrives before all
+    have. A pass without its input, and a message that meets the receive of another, are faults.
 
-    ``held_up``: what a rank has started must end before it does anything else; batched, before it
-    does anything but start messages.
+    ``held_up``: everything that a rank has started must end before it does anything else; with
+    batched messages, before it does anything except start messages.
     """
     ranks = _BatchedRanks if problem.options.p2p is P2P.BATCHED else _Ranks
     return ranks(schedule, problem, held_up).run()
@@ -60,16 +61,17 @@ class _Ranks:
         self.held_up = held_up
         self.rank_of = schedule.placement.rank_of
         self.times: dict[Action, tuple[float, float]] = {}
-        self.there: dict[Action, float] = {}  # messages that may be used, or whose tensor may go
+        # messages that may be used, or whose tensor may be freed
+        self.there: dict[Action, float] = {}
         self.started: dict[Action, float] = {}  # messages
         self.sends: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.moved: dict[tuple[int, int, bool], int] = defaultdict(int)
         self.calls: dict[Kind, list[list[Action]]] = {k: [[] for _ in schedule.rows] for k in MADE}
-        self.called: dict[Kind, int] = defaultdict(int)  # collectives that all ranks have had
+        self.called: dict[Kind, int] = defaultdict(int)  # collectives that all ranks have run
         self.first = [self.rank_of.index(rank) for rank in range(len(schedule.rows))]
         self.free = [0.0 for _ in schedule.rows]
-        self.where: dict[Action, str] = {}  # what a pass has made: here, leaving or gone
+        self.where: dict[Action, str] = {}  # the output of a pass: here, leaving or gone
         self.copied: dict[tuple[int, str], float] = {}  # when a rank's link is free in a direction
 
     def run(self) -> Run:
@@ -96,11 +98,11 @@ class _Ranks:
         return Run(self.times, stuck=tuple(standing))
 
     def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
-        """Whether a rank that has started all ``before`` may start ``action``."""
+        """Return whether a rank that has started all of ``before`` may start ``action``."""
         return not self.held_up or not before or before[-1] in self.times
 
     def step(self, rank: int, action: Action) -> bool:
-        """Do ``action`` of ``rank`` if it can be done now."""
+        """Run ``action`` of ``rank`` if that is possible now, and return whether it ran."""
         stage, kind, microbatch = action
         if not 0 <= stage < len(self.rank_of) or self.rank_of[stage] != rank:
             raise _Fault(f"{action}: rank {rank} has no such stage")
@@ -150,7 +152,7 @@ class _Ranks:
         return self.finish(rank, action, None)
 
     def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
-        """F of the first stage, I or B of the last."""
+        """Run F of the first stage, or I or B of the last."""
         _, kind, microbatch = action
         if self.problem.options.vocab_parallel is VocabularyParallel.NONE:
             return self.finish(rank, action, None)
@@ -160,7 +162,7 @@ class _Ranks:
         return self.finish(rank, action, Action(self.first[rank], brought, microbatch))
 
     def finish(self, rank: int, action: Action, message: Action | None) -> bool:
-        """Do ``action`` as soon as ``message`` has gone; False: not yet."""
+        """Run ``action`` once ``message`` has arrived, and return whether it ran."""
         if message is not None and message not in self.there:
             return False
         start = max(self.free[rank], self.there[message] if message else 0.0)
@@ -211,7 +213,7 @@ class _Ranks:
         return self.finish(rank, action, action._replace(kind=GIVEN[action.kind]))
 
     def only_given(self, rank: int) -> set[Kind]:
-        """The collectives to which ``rank`` gives and of which it uses nothing."""
+        """Return the collectives to which ``rank`` gives a tensor without using the result."""
         given = set()
         if rank != self.rank_of[0]:
             given.add(Kind.REDUCE_E)
@@ -286,7 +288,7 @@ class _Ranks:
         return moving
 
     def move(self, send: Action, receive: Action, start: float) -> float:
-        """Let ``send`` meet ``receive``; when the message has come."""
+        """Let ``send`` meet ``receive``, and return when the message arrives."""
         if send.kind is Kind.SEND_F:
             meant = Action(send.stage + 1, Kind.RECV_F, send.microbatch)
         else:
@@ -328,11 +330,13 @@ class _Ranks:
         self.check_data()
 
     def check_data(self) -> None:
-        """Each stage has an iterator of its own, and its n-th forward pass gets the n-th batch."""
+        """Check the order of the data: each stage has its own iterator, whose n-th batch goes to
+        the stage's n-th forward pass."""
         read: dict[tuple[int, Kind], list[int]] = defaultdict(list)
         for row in self.schedule.rows:
             for action in row:
-                if action.kind in (F, Kind.BCAST_E):  # of the tokens, before F of the first stage
+                # BCAST_E sends the tokens, before F of the first stage
+                if action.kind in (F, Kind.BCAST_E):
                     read[action.stage, action.kind].append(action.microbatch)
         if any(order != read[0, F] for order in read.values()):
             raise _Fault(f"stages read their data in different orders: {dict(read)}")
@@ -351,7 +355,7 @@ class _Ranks:
                     raise _Fault(f"microbatch {k} on rank {rank}: waited for {waits}")
 
 
-# By copy or wait, the pass that has made what it is about, and where that is before and after.
+# By copy or wait, the pass whose output it moves, and where the output is before and after.
 COPIES: dict[Kind, tuple[Kind, str, str]] = {
     Kind.OFFLOAD_F: (F, "here", "leaving"),
     Kind.FREE_F: (F, "leaving", "gone"),
@@ -368,7 +372,7 @@ USERS: dict[Kind, tuple[Kind, ...]] = {F: (I, B), I: (W,)}
 COPIED_BACK = {I: (Kind.RELOAD_F, F), B: (Kind.RELOAD_F, F), W: (Kind.RELOAD_I, I)}
 
 
-# By pass of the vocabulary, the collective that brings what it needs.
+# By pass of the vocabulary, the collective that brings its input.
 BROUGHT = {
     Kind.EMBEDDING: Kind.BCAST_E,
     Kind.LOGITS: Kind.BCAST_S,
@@ -386,8 +390,8 @@ GIVEN = {
 }
 
 
-# By collective, the stage whose rank alone gives something (None: every rank does), and the passes
-# of which one makes it. The tokens are there from the beginning.
+# By collective, the stage whose rank alone gives a tensor (None: every rank does), and the passes
+# one of which computes it. The tokens exist from the beginning.
 MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
     Kind.BCAST_E: (0, ()),
     Kind.REDUCE_E: (None, (Kind.EMBEDDING,)),
@@ -400,12 +404,12 @@ MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
 
 
 class _BatchedRanks(_Ranks):
-    """Messages go over one communicator."""
+    """Ranks whose messages go over one communicator."""
 
     def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
         super().__init__(schedule, problem, held_up)
         self.batches = [deque(_batches(row)) for row in schedule.rows]
-        self.ended = [0.0 for _ in schedule.rows]  # when each rank's latest batch had moved
+        self.ended = [0.0 for _ in schedule.rows]  # when the latest batch of each rank had moved
 
     def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
         return (
@@ -444,7 +448,7 @@ class _BatchedRanks(_Ranks):
 
 
 def _batches(row: Iterable[Action]) -> Iterator[list[Action]]:
-    """A send with the receives directly before it; other receives one by one."""
+    """Yield each send with the receives directly before it, and other receives one by one."""
     receives: list[Action] = []
     for action in row:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):

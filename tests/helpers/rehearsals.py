@@ -1,4 +1,4 @@
-"""Rehearsals of single ranks of a small GPT, each in a fork of the tests' process."""
+"""Rehearsals of single ranks of a small GPT, each in a fork of the test process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.helpers.ranks import RankResult, run_ranks, values
 
 
 def rehearsed(rank: int, ranks: int, flags: Sequence[str], **settings: Any) -> RankRecord:
-    """The record of ``rank`` of ``ranks``, after a step of warm-up; fails unless it ends well.
-    ``settings``: as `rehearsed_or_fail` takes them."""
+    """Return the record of ``rank`` of ``ranks`` after a warm-up step, and fail unless the rank
+    ends well. ``settings`` are those of `rehearsed_or_fail`."""
     record: RankRecord = values([rehearsed_or_fail(rank, ranks, flags, **settings)])[0]
     return record
 
@@ -31,7 +31,8 @@ def rehearsed_or_fail(
     steps: int = 1,
     **settings: Any,
 ) -> RankResult:
-    """`rehearsed` for a rank that may end badly: how it ends. ``settings``: more of its request."""
+    """Rehearse a rank, and return how it ended, also if it failed. ``settings`` are further fields
+    of its request."""
     with tempfile.TemporaryDirectory() as own:
         request = RankRequest(
             *(rank, ranks, str(script), tuple(flags), folder or Path(own)),

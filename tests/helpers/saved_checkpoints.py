@@ -20,8 +20,8 @@ SIZE = torch.Size([4, 32])
 
 
 def write(folder: Path, common: object, *, in_shard: bool = True) -> Path:
-    """Write a checkpoint with one tensor: as Megatron 0.19 does, or with a file of its own for what
-    all ranks share, as before."""
+    """Write a checkpoint with one tensor: as Megatron 0.19 does or, as in earlier versions, with a
+    separate file for the state that all ranks share."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     saved = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Random schedules, small damage to them, drawings of them, and a second opinion on them."""
+"""Schedules for tests: built, written by hand, and drawn as tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def line_problem(
     limit: str | None = None,
     forward_only: bool = False,
 ) -> Problem:
-    """A line of equal stages."""
+    """Return a problem with equal stages on a linear placement."""
     placement = line(ranks)
     costs = uniform(placement, f, i, w, comm)
     memory_limit = parse_limit(limit, ranks, microbatches) if limit else None
@@ -51,32 +51,32 @@ def line_problem(
 
 
 def program(name: str, problem: Problem) -> Program:
-    """The proved program of the family ``name``."""
+    """Return the proved program of the family ``name``."""
     return build_program(choose(name), problem)
 
 
 def without_waits(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule`` with its messages alone."""
+    """Return ``schedule`` with its messages, but without waits."""
     return order_messages(communicate(schedule, problem), problem)
 
 
 def with_messages(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule`` as it goes to `prove`."""
+    """Return ``schedule`` as it is passed to `prove`."""
     return await_sends(without_waits(schedule, problem), problem)
 
 
 def rows_of(text: str) -> tuple[tuple[Action, ...], ...]:
-    """Actions as written, a line per rank: ``0F0 0SEND_F0``."""
+    """Return the actions in ``text``, which has a line for each rank: ``0F0 0SEND_F0``."""
     return tuple(tuple(map(parse_action, row.split())) for row in text.strip().splitlines())
 
 
 def written(text: str, rank_of: Sequence[int], name: str = "written") -> Schedule:
-    """The schedule whose rows ``text`` holds."""
+    """Return the schedule with the rows in ``text``."""
     return Schedule(name, Placement("written", tuple(rank_of)), rows_of(text))
 
 
 def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
-    """Stages that only know their number, as in torch's own tests of schedules."""
+    """Return stages that only know their number, as in torch's own tests of schedules."""
     torch = pytest.importorskip("torch")
     return [
         types.SimpleNamespace(
@@ -92,11 +92,12 @@ def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
 
 
 def drawn(timeline: Timeline, *, messages: bool = False) -> str:
-    """``timeline``, whose costs are whole numbers, as a table: a column per unit of time.
+    """Return ``timeline``, whose costs are whole numbers, as a table with a column for each unit of
+    time.
 
-    ``.`` is idle time, ``=`` goes on with what is to its left. Stages are omitted if each
-    rank has one. With ``messages``, a line per channel shows which microbatch is under way. A pair
-    is ``3F1+3I0``.
+    ``.`` is idle time, and ``=`` continues the pass on its left. Stages are omitted if each rank
+    has one. With ``messages``, a line for each channel shows which microbatch is under way.
+    Overlapped passes are ``3F1+3I0``.
     """
     placement, beside = timeline.schedule.placement, timeline.schedule.overlapped_with
     ends = {event.action: event.end for event in timeline.events}
@@ -128,5 +129,6 @@ def drawn(timeline: Timeline, *, messages: bool = False) -> str:
 
 
 def table(text: str) -> str:
-    """``text`` with its cells one space apart, so that tables are written as they read best."""
+    """Return ``text`` with its cells one space apart, so that tables may be written with wider
+    columns."""
     return "\n".join(" ".join(row.split()) for row in text.strip().splitlines())

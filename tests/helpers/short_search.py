@@ -1,4 +1,4 @@
-"""The search made short, for tests of what is done with what it finds."""
+"""Short searches, for tests of code that uses their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _in_python = pack.packer
 
 
 def fast_packer(shop: JobShop) -> Pack:
-    """Return the compiled packer, or the one in Python without numba. Both return the same start
+    """Return the compiled packer, or without numba the one in Python. Both return the same start
     times (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
     try:
         from megatron_ext.search import compiled

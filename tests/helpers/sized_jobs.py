@@ -22,7 +22,7 @@ from megatron_ext.schedule.placement import Placement
 
 
 def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
-    """The training with ``sizes``, for any layout and schedule."""
+    """Return the training with ``sizes``, for any layout and schedule."""
     model, execution = job.model_of(sizes), job.execution_of(sizes, recompute)
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
@@ -43,6 +43,6 @@ def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
 
 
 def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
-    """The works of ``job`` by its description alone."""
+    """Return the works of ``job`` that its description gives."""
     works = [work_of(job, sizes, recompute) for recompute in job.recompute]
     return SizedWorks(works, lambda stages: Layout(tuple(job.model.evenly(stages))))

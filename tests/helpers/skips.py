@@ -1,8 +1,8 @@
-"""Skips that are failures: all of them under ``--no-skips``, and at night those that no other place
-makes up for.
+"""Skips that are failures: all of them under ``--no-skips``, and at night those of tests that run
+nowhere else.
 
-A skipped test shows nothing. By day a machine may lack much of what the tests need. A night that
-skips what it lacks is green for years.
+A skipped test shows nothing. By day a machine may lack much of what the tests need. A nightly run
+that skips the same tests would pass for years.
 """
 
 from __future__ import annotations

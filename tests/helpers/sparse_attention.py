@@ -1,4 +1,4 @@
-"""Sparse attention (DSA) on the CPU, whose layers are Transformer Engine's elsewhere."""
+"""Sparse attention (DSA) on the CPU, whose layers are otherwise Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron.core.models.gpt import experimental_attention_variant_module_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-# Settings of a small model's attention. The indexer's rotation is a kernel that no CPU runs. Small
-# weights would leave its loss to rounding, and with few heads a ReLU makes many scores 0, of which
-# torch.topk takes any.
+# Settings of the attention of a small model. The indexer's rotation is a kernel that no CPU runs.
+# With small weights its loss would depend on rounding. With few heads a ReLU makes many scores 0,
+# among which torch.topk chooses any.
 SPARSE = {
     "add_bias_linear": False,
     "normalization": "RMSNorm",
@@ -29,7 +29,7 @@ SPARSE = {
 
 
 class Duplicated(ColumnParallelLinear):
-    """A layer that each tensor-parallel rank has whole, on one such rank."""
+    """A layer that each tensor-parallel rank has whole, on a single such rank."""
 
     def __init__(self, *args: Any, parallel_mode: str, **more: Any) -> None:
         assert parallel_mode == "duplicated"
@@ -37,7 +37,7 @@ class Duplicated(ColumnParallelLinear):
 
 
 class Backend(LocalSpecProvider):
-    """Megatron's local layers, with the one that they lack."""
+    """Megatron's local layers, and the one that they lack."""
 
     def linear(self) -> type[Duplicated]:
         return Duplicated

@@ -1,4 +1,4 @@
-"""Small stages of real tensors, and schedules for them: the runtime's tests without Megatron."""
+"""Small stages of real tensors, and schedules for them: tests of the runtime without Megatron."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ CPU = torch.device("cpu")
 
 
 def v_placement(ranks: int) -> Placement:
-    """Down the ranks and up again; the open end is on the last rank."""
+    """Return the V placement on ``ranks``, which opens on the last rank."""
     down = tuple(reversed(range(ranks)))
     return Placement("v", down + down[::-1])
 
 
 def loop_placement(ranks: int) -> Placement:
-    """Round the ranks twice; on one rank, both stages after one another."""
+    """Return the loop placement that passes ``ranks`` twice; on one rank, both stages follow one
+    another."""
     return Placement("loop", tuple(range(ranks)) * 2)
 
 
 def greedy(placement: Placement, microbatches: int, splits: bool) -> Schedule:
-    """At every tick each rank takes what is ready: a backward before a forward before a W."""
+    """Return the schedule in which each rank always takes a pass that is ready: a backward before a
+    forward before a W."""
     kinds = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if splits else [Kind.FULL_BACKWARD]
     waiting = [
         Action(stage, kind, microbatch)
@@ -79,7 +81,7 @@ def greedy(placement: Placement, microbatches: int, splits: bool) -> Schedule:
 
 
 def _is_ready(action: Action, done: set[Action], stages: int) -> bool:
-    """Whether the tensors that a pass needs are there."""
+    """Return whether the inputs of a pass have been computed."""
     stage, kind, microbatch = action
     if kind is Kind.FORWARD:
         return stage == 0 or Action(stage - 1, Kind.FORWARD, microbatch) in done
@@ -92,7 +94,8 @@ def _is_ready(action: Action, done: set[Action], stages: int) -> bool:
 
 
 def problem_for(placement: Placement, microbatches: int, forward_only: bool = False) -> Problem:
-    """Copies to the host and back are as quick as a pass."""
+    """Return a problem with equal passes, in which copies to and from the host are faster than a
+    pass."""
     copies = [0.5 / placement.chunks] * placement.stages
     costs = uniform(placement, 1.0, 1.0, 1.0).with_host(copies, copies)
     return Problem(placement, microbatches, costs, forward_only=forward_only)
@@ -121,7 +124,8 @@ def program_for(
 
 
 def as_file(schedule: Schedule) -> ResolvedSpec:
-    """``schedule`` by way of its CSV, its placement read off the table."""
+    """Return ``schedule`` written to CSV and read from it, with its placement taken from the
+    table."""
     read = from_csv(to_csv(schedule), schedule.name)
     return ResolvedSpec(
         schedule.name,
@@ -153,14 +157,15 @@ class SplitLinear(torch.autograd.Function):
 
 @dataclass
 class LinearStage:
-    """``y = tanh(x) W^T + b``; the last stage makes a loss of it, the first makes its own x.
+    """A stage that computes ``y = tanh(x) W^T + b``. The first stage creates its own x, and the
+    last one computes a loss from y.
 
     Attributes:
-        data: which data the pipeline sees, so that two pipelines differ.
+        data: number of the pipeline's data, so that two pipelines can differ.
         varies: whether the number of samples differs by microbatch.
-        events: where it writes what it runs, in order.
-        faults: what happens when it gets to an action.
-        recomputed: the microbatches that have an R in the step to come.
+        events: list to which it appends what it runs, in order.
+        faults: function to call when it comes to an action.
+        recomputed: the microbatches that have an R in the next step.
     """
 
     number: int
@@ -238,7 +243,8 @@ class LinearStage:
         queue.run(self.number, microbatch)
 
     def output_sent(self, microbatch: int) -> None:
-        """Free the output's data as Megatron does; gloo would abort, were it still on its way."""
+        """Free the data of the output as Megatron does. gloo would abort if the output were still
+        being sent."""
         output = self._unsent.pop(microbatch)
         output.data = output.data.new_empty(1)
 
@@ -252,7 +258,7 @@ class LinearStage:
         self._unsent.clear()
 
     def is_empty(self) -> bool:
-        """Whether nothing is kept for a pass to come."""
+        """Return whether nothing is stored for a later pass."""
         return not (self._between or self._checkpointed or self._unsent)
 
     def _begin(self, kind: Kind, microbatch: int) -> None:
@@ -281,7 +287,7 @@ class LinearStage:
         return None if x is None else x.grad
 
 
-# --- running them
+# --- pipelines
 
 
 def world() -> dist.ProcessGroup:
@@ -328,9 +334,9 @@ class CountingTransport:
 
 
 class InOrderGroup(PipelineGroup):
-    """As strict as NCCL: one batch after the other, and one work for all of a batch."""
+    """A group as strict as NCCL: one batch after the other, and one work for a whole batch."""
 
-    _start_at_once = PipelineGroup.start  # whatever stands in for that later
+    _start_at_once = PipelineGroup.start  # also if a test replaces that later
 
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pipeline, device)
@@ -349,7 +355,7 @@ class _Started:
         self.future = future
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """As a work of torch's."""
+        """Wait for the batch, like a work of torch."""
         try:
             self.future.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError as error:
@@ -358,7 +364,7 @@ class _Started:
 
 @dataclass
 class Pipeline:
-    """This rank's stages of one pipeline, over several steps."""
+    """The stages of this rank in one pipeline, over several steps."""
 
     program: Program
     group: dist.ProcessGroup
@@ -400,7 +406,8 @@ class Pipeline:
     def step(
         self, program: Program | None = None, validation: Validation | None = None
     ) -> CountingTransport:
-        """One step, of another program if one is given; what it did is in ``events``."""
+        """Run one step, of another program if one is given. The actions that ran are in
+        ``events``."""
         program = program or self.program
         self.events.clear()
         transport = CountingTransport(self.transport(program), self.events)
@@ -421,10 +428,11 @@ class Pipeline:
 
 
 def expected_events(program: Program, rank: int, begins_again: bool = False) -> list[str]:
-    """The rank's row, and each stage's completion right after its last weight gradient, or after
-    the completion of the rank's later stages.
+    """Return the rank's row, with the completion of each stage right after its last weight
+    gradient, or after the completion of the rank's later stages.
 
-    ``begins_again``: before that, what runs before a bad verdict on the last step, and is dropped.
+    ``begins_again``: before these come the actions that run before a bad verdict on the last step,
+    and are dropped.
     """
     row = program.schedule.rows[rank]
     last = {a.stage: a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers}
@@ -445,12 +453,13 @@ def expected_events(program: Program, rank: int, begins_again: bool = False) -> 
 
 
 def is_validation(action: Action) -> bool:
-    """Whether ``action`` is one of post-validation's, which no transport and no stage sees."""
+    """Return whether ``action`` belongs to post-validation, so that no transport and no stage sees
+    it."""
     return RULES[action.kind].where is Where.RANK
 
 
 def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
-    """The same stages in one process, after ``steps`` without an optimizer."""
+    """Return the same stages in one process, after ``steps`` without an optimizer."""
     stages = stages_alone(pipeline)
     made = [
         _untrained(len(stages), pipeline.data, pipeline.varies, m)
@@ -466,20 +475,20 @@ def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
 def _untrained(
     count: int, data: int, varies: bool, microbatch: int
 ) -> tuple[list[list[Tensor]], Tensor]:
-    """The gradients of one microbatch, stage after stage, and its loss, before the first step: once
-    for all programs that a rank compares with them."""
+    """Return the gradients of one microbatch, stage after stage, and its loss, before the first
+    step. They are computed once for all programs that a rank compares with them."""
     stages = [LinearStage(n, count, data, varies) for n in range(count)]
     return list(_one_microbatch(stages, microbatch)), stages[-1].losses[microbatch]
 
 
 def stages_alone(pipeline: Pipeline) -> list[LinearStage]:
-    """All stages of ``pipeline``, as they are before the first step."""
+    """Return all stages of ``pipeline``, as they are before the first step."""
     count = pipeline.program.schedule.placement.stages
     return [LinearStage(n, count, pipeline.data, pipeline.varies) for n in range(count)]
 
 
 def add_gradients(stages: list[LinearStage], program: Program) -> None:
-    """A step of ``stages`` in one process, one microbatch after the other."""
+    """Run a step of ``stages`` in one process, one microbatch after the other."""
     microbatches = range(program.problem.microbatches)
     _add_up(stages, program, [list(_one_microbatch(stages, m)) for m in microbatches])
 
@@ -487,8 +496,8 @@ def add_gradients(stages: list[LinearStage], program: Program) -> None:
 def _add_up(
     stages: list[LinearStage], program: Program, per_microbatch: Sequence[list[list[Tensor]]]
 ) -> None:
-    """Add ``per_microbatch``, the gradients of each of ``stages`` by microbatch, in the order in
-    which the program adds them up: ascending for our own families, any for a random program."""
+    """Add ``per_microbatch``, the gradients of each of ``stages`` by microbatch, in the order of
+    the program: ascending for this project's families, any order for a random program."""
     placement = program.schedule.placement
     for stage in stages:
         row = program.schedule.rows[placement.rank_of[stage.number]]
@@ -504,7 +513,7 @@ def _add_up(
 
 
 def _one_microbatch(stages: list[LinearStage], microbatch: int) -> Iterator[list[Tensor]]:
-    """The gradients of one microbatch alone, stage after stage."""
+    """Yield the gradients of one microbatch alone, stage after stage."""
     copies = [copy_of(stage) for stage in stages]
     x: Tensor | None = None
     for stage in copies:
@@ -518,7 +527,8 @@ def _one_microbatch(stages: list[LinearStage], microbatch: int) -> Iterator[list
 
 
 def copy_of(stage: LinearStage) -> LinearStage:
-    """With the same parameters and none of the gradients; its losses go where the other's do."""
+    """Return a stage with the same parameters and no gradients; its losses are added to those of
+    ``stage``."""
     copy = replace(stage, events=[], losses=stage.losses)
     with torch.no_grad():
         copy.weight.copy_(stage.weight)

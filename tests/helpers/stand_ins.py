@@ -1,6 +1,6 @@
-"""Stand-ins for packages that a program imports and a test does not use: each is a module whose
-every name is an empty class. Called, such a class answers None, and a decorator what it decorates.
-"""
+"""Stand-ins for packages that a program imports and a test does not use: modules in which every
+name is an empty class. Such a class returns None when it is called, and a decorator returns the
+function that it decorates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 
 class _StandIn(abc.ABCMeta):
-    """Class of a stand-in's names. Programs derive from them, subscript them and ask isinstance."""
+    """Class of the names of a stand-in. Programs derive from them, subscript them and use them with
+    isinstance."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -44,8 +45,8 @@ class _Module(types.ModuleType):
         return _decorator if name in _DECORATORS else _stand_in(name)
 
 
-# What Megatron-Bridge imports whether or not there is a GPU: fault tolerance (the index has none
-# that Megatron accepts), data of pictures, kernels, distillation and quantisation, diffusion.
+# Packages that Megatron-Bridge imports with and without a GPU: fault tolerance (the index has no
+# version that Megatron accepts), image data, kernels, distillation and quantisation, diffusion.
 OF_BRIDGE = (
     "nvidia_resiliency_ext.inprocess",
     "megatron.energon",
@@ -76,7 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stand_ins(*packages: str) -> Iterator[None]:
-    """Imports in the block find stand-ins for ``packages``; later ones do not."""
+    """Let imports in the block find stand-ins for ``packages``; later imports do not find them."""
     finder = _Finder(packages)
     before = set(sys.modules)
     sys.meta_path.insert(0, finder)

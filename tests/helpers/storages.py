@@ -1,4 +1,4 @@
-"""The memory that tensors take, without Megatron: storages that live, and messages on their way."""
+"""The memory that tensors take, without Megatron: living storages, and tensors of messages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_ext.schedule.placement import Placement
 
 
 class LiveStorages(TorchDispatchMode):
-    """The storages made while this mode is on, and which still live.
+    """The storages created while this mode is on that are still alive.
 
-    ``maker`` is put on what is made from then on. A weak reference to a storage keeps its address,
-    so that an address stands for one storage as long as it is known here.
+    ``maker`` is noted for the storages that are created from then on. A weak reference keeps the
+    address of its storage, so an address means one storage as long as this object knows it.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.c10d.allreduce_.default and ProcessGroup.unbox(args[1]).size() == 1:
-            # A sum of one. gloo's thread drops what it has reduced a moment after the wait for it.
+            # A sum over one rank. gloo's thread drops its tensor a moment after the wait for it.
             return args[0], FakeWork().boxed()
         result = func(*args, **(kwargs or {}))
-        # torch.tensor() says what it has made by an operation on it
+        # torch.tensor() announces its new tensor by an operation on it
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {storage._cdata for storage in storages(given)}
         for storage in storages(result):
@@ -51,7 +51,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of each storage that lives, by its address."""
+        """Return the bytes of each living storage, by its address."""
         sizes = {}
         for address in list(self._references):
             storage = torch.UntypedStorage._new_with_weak_ptr(address)
@@ -85,7 +85,7 @@ def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[i
         kinds = RULES[kind].covers
         if Kind.FORWARD in kinds:
             moving.discard((Kind.RECV_F, stage, microbatch))
-            moving.discard((Kind.SEND_F, stage - 1, microbatch))  # handed over on this rank
+            moving.discard((Kind.SEND_F, stage - 1, microbatch))  # passed on within this rank
             if not placement.is_last(stage):
                 moving.add((Kind.SEND_F, stage, microbatch))
         elif Kind.BACKWARD_INPUT in kinds:

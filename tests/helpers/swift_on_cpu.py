@@ -1,9 +1,9 @@
 """ms-swift's own fine-tuning under several schedules, each on forked ranks of a process that has
 imported ms-swift: ``python -m tests.helpers.swift_on_cpu FOLDER TRAINING...``
 
-A training is a schedule, ``stock`` for Megatron's own. FOLDER takes a small model, its data and for
-each training a file of results a rank. Transformer Engine's layers are its own Python classes
-(`transformer_engine_on_cpu`), around Megatron's own attention.
+A training is the name of a schedule, or ``stock`` for Megatron's own. FOLDER gets a small model,
+its data and, for each training, a file of results for each rank. Layers are Transformer Engine's
+own Python classes (`transformer_engine_on_cpu`) with Megatron's own attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PLUGIN = "import megatron_ext.auto\n"
 
 
 def write_tokenizer(model: Path) -> None:
-    """Have the tokenizer of ``model`` make a token of each character, as Qwen's reads bytes."""
+    """Write a tokenizer for ``model`` that turns each character into a token, as Qwen's reads
+    bytes."""
     transformers: Any = importlib.import_module("transformers")
     tokenizers: Any = importlib.import_module("tokenizers")
     vocabulary = {character: token for token, character in enumerate(CHARACTERS)}
@@ -41,7 +42,7 @@ def write_tokenizer(model: Path) -> None:
 
 
 def write_conversations(path: Path, number: int, seed: int) -> None:
-    """Conversations of drawn characters, which differ in length."""
+    """Write conversations of random characters and different lengths."""
     rng = Random(seed)
 
     def words(most: int) -> str:
@@ -57,7 +58,7 @@ def write_conversations(path: Path, number: int, seed: int) -> None:
 
 
 def arguments(folder: Path, training: str, changes: dict[str, str]) -> list[str]:
-    """The command line of ``megatron sft``, without fusions that need a GPU."""
+    """Return the command line of ``megatron sft``, without fusions that need a GPU."""
     settings = {
         "model": str(folder / "model"),
         "model_type": "qwen2",
@@ -95,7 +96,8 @@ def arguments(folder: Path, training: str, changes: dict[str, str]) -> list[str]
 
 
 def train(folder: Path, training: str, ranks: int, changes: dict[str, str]) -> str:
-    """Train, and return what the ranks printed; the results are in files of ``folder``."""
+    """Train, and return everything that the ranks printed; the results are in files of
+    ``folder``."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "USE_HF": "1",
@@ -112,10 +114,11 @@ def train(folder: Path, training: str, ranks: int, changes: dict[str, str]) -> s
 
 
 def import_swift() -> None:
-    """Import ms-swift where Megatron finds Transformer Engine's classes."""
-    assert megatron_runs.SCRIPT.exists()  # imported for what it has each rank not do again
+    """Import ms-swift in a process in which Megatron finds Transformer Engine's classes."""
+    # this module prepares, once, work that each rank would repeat
+    assert megatron_runs.SCRIPT.exists()
     use_transformer_engine("2.20.2")
-    sys.path.insert(0, "")  # the launcher puts a script's folder in place of the first
+    sys.path.insert(0, "")  # the launcher replaces the first entry by the script's folder
     attention: Any = importlib.import_module("megatron.core.transformer.dot_product_attention")
     provider: Any = importlib.import_module(
         "megatron.core.extensions.transformer_engine_spec_provider"

@@ -1,8 +1,8 @@
 """A fine-tuning by ms-swift's own `megatron_sft_main`, as a script on ranks without a GPU.
 
-ms-swift and mcore-bridge run as their packages have them: arguments, data, packing, models, the
-training loop, evaluations and the export of weights. A plug-in, which ms-swift imports before it
-makes process groups, installs our schedule.
+ms-swift and mcore-bridge run as in their packages: arguments, data, packing, models, the training
+loop, evaluations and the export of weights. A plug-in, which ms-swift imports before it creates
+process groups, installs this project's schedule.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def record(trainer: Any, steps: list[Any], losses: list[Any]) -> None:
-    """Note what each training step returns, and the losses by token of each microbatch: the negated
-    log-probabilities of its labels."""
+    """Record the results of each training step, and the losses of each microbatch by token: the
+    negated log-probabilities of its labels."""
     train_step: Callable[..., Any] = trainer.train_step
     loss_func: Callable[..., Any] = trainer.loss_func
 
@@ -49,7 +49,7 @@ def record(trainer: Any, steps: list[Any], losses: list[Any]) -> None:
 
 
 def where_cuda_is(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Transformer Engine's classes, which refuse to be made without a GPU, find one."""
+    """Let Transformer Engine's classes, which refuse to be created without a GPU, find one."""
 
     def built(*args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -61,7 +61,7 @@ def where_cuda_is(build: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     from swift.megatron import MegatronTrainer, megatron_sft_main
 
-    torch.cuda.device_count = lambda: 1  # mcore-bridge seeds Megatron's generators where it is
+    torch.cuda.device_count = lambda: 1  # else mcore-bridge does not seed Megatron's generators
     base: Any = importlib.import_module("swift.megatron.trainers.base")
     for name in ("get_mcore_model", "prepare_mcore_model"):
         setattr(base, name, where_cuda_is(getattr(base, name)))
@@ -79,4 +79,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    assert not dist.is_initialized()  # ms-swift has ended its groups
+    assert not dist.is_initialized()  # ms-swift has destroyed its groups

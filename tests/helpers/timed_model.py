@@ -1,9 +1,11 @@
-"""Trainings on emulated clocks: of a GPT whose layers and output layer take what a test says.
+"""Trainings on emulated clocks, of a GPT whose layers and output layer take the times that a test
+gives.
 
-All else is Megatron's own loop and, under a schedule of ours, the runtime. A rank's clock stands
-still but for what passes take and for the messages that they wait for, so a busy machine does not
-matter. Messages of Megatron's own pipeline functions end when NCCL's would, and hold up whoever
-waits for them. Under a schedule of ours, time that a rank is blocked in a send is not emulated.
+Everything else is Megatron's own loop and, under one of this project's schedules, the runtime. The
+clock of a rank advances only by its passes and by the messages that they wait for, so a busy
+machine does not matter. Messages of Megatron's own pipeline functions end when NCCL's would, and
+hold up a rank that waits for them. Under one of this project's schedules, the time that a rank is
+blocked in a send is not emulated.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from scripts.pretrain_gpt import model_provider
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
 _Queue = tuple[int, int]  # ranks whose messages follow one another
 
-_SIZE = 64  # at most so many stages, and microbatches
+_SIZE = 64  # the most stages, and the most microbatches
 _STEP = 1e3  # seconds: longer than any step
-_RANKS, _MESSAGES = 4, 1024  # at most so many, of a pipeline and between two ranks
+_RANKS, _MESSAGES = 4, 1024  # the most ranks of a pipeline, and the most messages between two ranks
 _OF_W = "seconds_of_w"  # attribute of a weight
 
 
@@ -52,7 +54,8 @@ class PartTimes:
 
 
 class _RankClock:
-    """The clock of this process, and when passes of all processes ended by theirs."""
+    """The clock of this process, and the times at which passes of all processes ended by their
+    clocks."""
 
     def __init__(self, message: float) -> None:
         self.now, self._steps, self._message = 0.0, 0, message
@@ -65,7 +68,7 @@ class _RankClock:
 
     @contextlib.contextmanager
     def running(self, action: Action) -> Iterator[None]:
-        """Context of a pass, whose message has come."""
+        """Run a pass in the block, after its message has arrived."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         is_backward = int(kind is not Kind.FORWARD)
         if kind is not Kind.BACKWARD_WEIGHT:
@@ -79,11 +82,11 @@ class _RankClock:
 
 
 class _StockMessages:
-    """Messages of Megatron's own pipeline functions, whose posts and waits are Megatron's.
+    """Messages of Megatron's own pipeline functions, which Megatron posts and waits for.
 
-    A message moves when both its ranks have posted it. Those that are not batched follow one
-    another: NCCL has a communicator for each two ranks, and Megatron one for each direction between
-    two ranks alone.
+    A message moves when both its ranks have posted it. Messages that are not batched follow one
+    another: NCCL has a communicator for each two ranks, and Megatron has one for each direction
+    only if the pipeline has two ranks.
     """
 
     def __init__(self, clock: _RankClock, seconds: float) -> None:
@@ -92,19 +95,19 @@ class _StockMessages:
         self._ends: dict[_Queue, list[float]] = defaultdict(list)
         shape = _RANKS, _RANKS, 2, _MESSAGES
         shared = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(np.float64).itemsize)
-        # When the message of a number was posted, by its queue and by the side of the queue.
+        # By queue, side of the queue and number, when the message was posted.
         self._posts = np.frombuffer(shared, np.float64).reshape(shape)
         self._posts[:] = np.nan
 
     def posted_alone(self, original: Callable[..., Any], **call: Any) -> dict[str, Any]:
-        """Stand-in for `_p2p_ops`, whose works are in the order of their posts."""
+        """Stand in for `_p2p_ops`, whose works are in the order of their posts."""
         return {
             name: _Work(self._clock, [work], [self._post(name, call, is_alone=True)])
             for name, work in original(**call).items()
         }
 
     def posted_together(self, original: Callable[..., Any], **call: Any) -> list[Any]:
-        """Stand-in for `_batched_p2p_ops`."""
+        """Stand in for `_batched_p2p_ops`."""
         ends = [
             self._post(name, call, is_alone=False)
             for name in ("send_prev", "recv_prev", "send_next", "recv_next")
@@ -114,7 +117,8 @@ class _StockMessages:
         return [_Work(self._clock, works, ends)] if ends else []
 
     def _post(self, name: str, call: dict[str, Any], *, is_alone: bool) -> Callable[[], float]:
-        """Note that this rank posts a message now. Return what tells when it ends."""
+        """Record that this rank posts a message now, and return a function that tells when it
+        ends."""
         end, side = name.split("_")
         own, other = dist.get_rank(), call[f"{side}_pipeline_rank"]
         queue = (own, other) if end == "send" else (other, own)
@@ -129,7 +133,7 @@ class _StockMessages:
         ends = self._ends[queue]
         while len(ends) <= number:
             posts = self._posts[(*queue, slice(None), len(ends))]
-            while np.isnan(posts).any():  # gloo may send what is not to be received yet
+            while np.isnan(posts).any():  # gloo may send a message before the receive is posted
                 time.sleep(1e-4)
             begins = [*posts.tolist(), *(ends[-1:] if is_alone else [])]
             ends.append(max(begins) + self._seconds)
@@ -151,7 +155,7 @@ class _Work:
 
 
 class _Pass(torch.autograd.Function):
-    """Forward takes F, backward takes I, and W unless it is deferred."""
+    """A pass whose forward takes F, and whose backward takes I, and W unless it is deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: _RankClock, forward: float, backward: float) -> Tensor:
@@ -166,7 +170,7 @@ class _Pass(torch.autograd.Function):
 
 
 def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a model provider for one `train`, whose model takes ``times`` by the clock of traces;
+    """Return a model provider for one `train`, whose model takes ``times`` by the clock of traces.
     ``patch`` lasts as long as the training."""
     clock = _RankClock(times.message)
     put, record, computing = WeightGradients.put, Recorder.record, Recorder.computing

@@ -1,11 +1,13 @@
-"""Trainings of the tests' small GPT that are compared: stock's, and ours from the same weights.
+"""Trainings of the tests' small GPT that are compared: Megatron's own, and ours from the same
+weights.
 
     PAIR = Training(2, {"pipeline_model_parallel_size": 2})
     PAIR.start_as_stock(pipeline_schedule="zb-h1")   # both from one initialisation
-    PAIR.resume_as_stock(pipeline_schedule="zb-v")   # ours from a checkpoint of stock's
+    PAIR.resume_as_stock(pipeline_schedule="zb-v")   # ours from a checkpoint of Megatron's
 
-Weights are drawn by pipeline rank: where a schedule's stages lie elsewhere, it resumes. A training
-to compare with is run once for all tests of a process that name the same arguments.
+Weights are drawn by pipeline rank, so a schedule whose stages are on other ranks resumes from a
+checkpoint. A training to compare with is run once for all tests of a process that name the same
+arguments.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ Pair = tuple[list[Run], list[Run]]
 class Training:
     """A model, how it is parallelised and how long it trains.
 
-    ``flags`` are Megatron's, as `model_flags` takes them. ``config`` is set on the model's config,
-    for what has no flag. ``build`` builds the model in place of Megatron's own builder. Checkpoints
-    to resume from are those of iteration ``saved_at``. Where there is a ``world``, trainings that
-    are compared run in a process of their own, which calls it first. ``around`` each training
-    something may be entered.
+    ``flags`` are Megatron's, as for `model_flags`. ``config`` is set on the model's config, for
+    settings without a flag. ``build`` builds the model in place of Megatron's own builder.
+    Checkpoints to resume from are those of iteration ``saved_at``. If there is a ``world``,
+    trainings that are compared run in a process of their own, which calls it first. ``around``
+    returns a context that is entered around each training.
     """
 
     ranks: int
@@ -50,12 +52,13 @@ class Training:
         return replace(self, flags={**self.flags, **flags})
 
     def words(self, **more: object) -> list[str]:
-        """Return the command line's flags."""
+        """Return the flags of the command line."""
         return model_flags(**{"global_batch_size": self.global_batch_size, **self.flags, **more})
 
     @property
     def global_batch_size(self) -> int:
-        """As ``flags`` say, else twice as many microbatches for a pipeline as it has ranks."""
+        """The batch size in ``flags``, or else twice as many microbatches for a pipeline as it has
+        ranks."""
         given = self.flags.get("global_batch_size")
         split = ("tensor_model_parallel_size", "context_parallel_size")
         rows = math.prod(int(str(self.flags.get(name, 1))) for name in split)
@@ -84,30 +87,34 @@ class Training:
         return _SAVED[key]
 
     def resume(self, folder: Path | None = None, /, **more: object) -> list[Run]:
-        """Train on from the checkpoint in ``folder``, or from stock's (later ones stay unread)."""
+        """Continue from the checkpoint in ``folder``, or from that of Megatron's own training;
+        later checkpoints are not read."""
         folder = self.saved()[1] if folder is None else folder
         return self.run(load=folder, ckpt_step=self.saved_at, **more)
 
     def resume_as(self, whole: Saved, /, **more: object) -> list[Run]:
-        """Train on from the checkpoint of ``whole``; fails unless it ends as ``whole`` did."""
+        """Continue from the checkpoint of ``whole``, and fail unless the training ends as ``whole``
+        did."""
         return self._alike(self.resume(whole[1], **more), whole[0], self.saved_at, more)
 
     def resume_as_stock(self, **ours: object) -> list[Run]:
-        """Train on from stock's checkpoint under a schedule; fails unless it ends as stock did."""
+        """Continue from the checkpoint of Megatron's own training under a schedule, and fail unless
+        both end alike."""
         whole, runs = self._in_world(lambda: (self.saved()[0], self.resume(**ours)))
         return self._alike(runs, whole, self.saved_at, ours)
 
     def start_as_stock(self, **ours: object) -> list[Run]:
-        """Train from the initialisation under a schedule; fails unless it ends as stock does."""
+        """Train from the initialisation under a schedule, and fail unless it ends as Megatron's own
+        training does."""
         return self.start_as(self, **ours)
 
     def start_as(self, other: Training, /, **ours: object) -> list[Run]:
-        """Train from the initialisation; fails unless it ends as ``other`` does."""
+        """Train from the initialisation, and fail unless the training ends as ``other`` does."""
         whole, runs = self.beside(other, **ours)
         return self._alike(runs, whole, 0, ours)
 
     def beside(self, other: Training, /, **ours: object) -> Pair:
-        """Train ``other`` and this, with ``ours``, from the initialisation."""
+        """Train ``other`` and this training, with the flags ``ours``, from the initialisation."""
         return self._in_world(lambda: (other.known(), self.run(**ours)))
 
     def _in_world(self, make: Callable[[], Pair]) -> Pair:
@@ -123,7 +130,8 @@ class Training:
         return runs
 
     def _alike(self, runs: list[Run], whole: list[Run], begin: int, flags: Flags) -> list[Run]:
-        """``runs``, which began at iteration ``begin``; fails unless they ended as ``whole``."""
+        """Return ``runs``, which began at iteration ``begin``; fail unless they ended as ``whole``
+        did."""
         assert len(losses(runs)) == len(losses(whole)) - begin
         if flags.get("pipeline_schedule") is not None:
             assert {run.schedule for run in runs} == {"PipelineStep"}
@@ -136,6 +144,6 @@ class Training:
         return self.ranks, words, self.saved_at, config, self.build, self.script
 
 
-# By arguments, what trainings of this process came to.
+# By arguments, the results of trainings of this process.
 _RUNS: dict[Any, list[Run]] = {}
 _SAVED: dict[Any, Saved] = {}

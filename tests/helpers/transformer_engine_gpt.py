@@ -1,7 +1,7 @@
 """A small GPT of Transformer Engine's linear layers on the CPU, for forked ranks.
 
 Layers are Megatron's own TE classes, built on the real Python sources and torch's GEMMs
-(`transformer_engine_on_cpu`); attention, the embedding and the output layer are local ones.
+(`transformer_engine_on_cpu`). Attention, the embedding and the output layer are local ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.helpers.callers import draw_by_name, named_parameters
 
 
 def spec(experts: int | None, grouped: bool) -> ModuleSpec:
-    """A layer whose linear layers are Transformer Engine's, with the norms in front of them; the
-    norm in front of experts is a local one."""
+    """Return a layer whose linear layers are Transformer Engine's, with the norms before them; only
+    the norm before experts is a local one."""
     made = get_gpt_layer_local_spec()
     parts, attention = made.submodules, made.submodules.self_attention.submodules
     parts.input_layernorm = IdentityOp
@@ -81,7 +81,7 @@ def provide(
     config.gradient_accumulation_fusion = fused
     for name, value in precision.items():
         setattr(config, name, value)
-    if grouped:  # its flag wants --moe-grouped-gemm, which a machine without a GPU refuses
+    if grouped:  # its flag needs --moe-grouped-gemm, which is refused without a GPU
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         chunk = GPTModel(
@@ -97,7 +97,7 @@ def provide(
             position_embedding_type=args.position_embedding_type,
             mtp_block_spec=prediction,
         )
-    if args.untie_embeddings_and_output_weights:  # alike wherever its stages lie
+    if args.untie_embeddings_and_output_weights:  # the same on whichever ranks its stages are
         draw_by_name(item for item in named_parameters(chunk) if item[1].dim() > 1)
     return chunk
 
@@ -107,7 +107,8 @@ def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
 
 
 def use_transformer_engine(version: str, capability: tuple[int, int] = (8, 0)) -> None:
-    """In a forked process: Megatron, which has been imported without it, finds it now."""
+    """Let Megatron, which was imported without Transformer Engine, find it; in a forked process
+    only."""
     on_cpu.load(on_cpu.fetch(version), capability)
     torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
     utils._te_version = None

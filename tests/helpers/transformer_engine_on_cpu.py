@@ -1,8 +1,8 @@
 """Transformer Engine's own Python classes on the CPU, in several versions, for forked processes.
 
-Its wheel on PyPI holds the Python sources alone. They are fetched once, and their compiled
-extension is stood in for by torch's own operations: GEMMs, norms, activations and, in
-`quantization_on_cpu`, quantisation. Attention and communication are not there.
+Its wheel on PyPI contains only the Python sources, which are fetched once. Torch operations stand
+in for its compiled extension: GEMMs, norms, activations and, in `quantization_on_cpu`,
+quantisation. There is no attention and no communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers.fetched import fetched
 from tests.helpers.userbuffers_on_cpu import multiply_and_communicate
 
-# The nightly workflow adds what has come out since.
+# The nightly workflow adds the newest version.
 VERSIONS = tuple(
     dict.fromkeys(
         ("2.8.0", "2.12.0", "2.20.2", os.environ.get("NEWEST_TRANSFORMER_ENGINE", "2.20.2"))
@@ -37,23 +37,25 @@ VERSIONS = tuple(
 
 
 def fetch(version: str) -> Path:
-    """The folder with Transformer Engine's Python sources; skips the test if they cannot be had."""
+    """Return the folder with Transformer Engine's Python sources; skip the test if they cannot be
+    fetched."""
     return fetched("transformer_engine", version)
 
 
 def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
-    """``transformer_engine.pytorch`` from ``folder``. Changes torch: for a forked process only.
+    """Return ``transformer_engine.pytorch`` from ``folder``. This changes torch, so call it in a
+    forked process only.
 
     Its layers run on the CPU platform's patches of torch. It takes the device for a GPU of
     ``capability``: FP8 needs (9, 0), MXFP8 and NVFP4 need (10, 0).
     """
     sys.path.insert(0, str(folder))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # its own Python updates scales,
-    os.environ["NVTE_TORCH_COMPILE"] = "0"  # as it stands
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load its libraries
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # update scales in its own Python,
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # and do not compile that
     torch.version.cuda = "13.0"
     sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
-    for name in ("onnx", "onnxscript", "einops"):  # for what is not asked for here
+    for name in ("onnx", "onnxscript", "einops"):  # for functions that these tests do not call
         sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     torch.compiler.set_stance("force_eager")
     major, minor = capability
@@ -118,7 +120,7 @@ FP8BwdTensors = enum.IntEnum(
 class Extension(types.ModuleType):
     """Stands in for the compiled ``transformer_engine_torch``.
 
-    An operation that is not below is an empty class, and the layers that call it fail.
+    An operation that is not defined below is an empty class, and layers that call it fail.
     """
 
     def __init__(self, name: str) -> None:
@@ -158,7 +160,8 @@ def generic_gemm(
     use_split_accumulator: bool,
     **overlap: Any,
 ) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
-    """b times a, columns first as cuBLAS counts; and a bias, or the bias's gradient."""
+    """Return b times a, columns first as cuBLAS counts, with a bias added or with the bias's
+    gradient."""
     assert quantizer is None and not gelu
     comm, extra = overlap.get("comm_overlap"), overlap.get("extra_output")
     multiply = functools.partial(_multiply, a, transpose_a, b, transpose_b)
@@ -248,7 +251,8 @@ def drelu(dy: Tensor, x: Tensor, quantizer: None) -> Tensor:
 
 
 def _multiply(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tensor:
-    """All but the last dimension are one; they are b's afterwards, unless b is transposed."""
+    """Return the product, with all dimensions except the last taken as one. The product has the
+    dimensions of b unless b is transposed."""
     a, b = quantization.operand(a, transpose_a), quantization.operand(b, not transpose_b)
     rows, columns = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     made = (rows.t() if transpose_b else rows) @ (columns.t() if transpose_a else columns)

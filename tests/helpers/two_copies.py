@@ -1,4 +1,4 @@
-"""Schedules of two copies: DualPipe's public order, random ones, and how long they take."""
+"""Schedules of two model copies: DualPipe's public order, random ones, and how long they take."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.F
 
 
 def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
-    """DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1), in its eight steps as
-    published: passes of a direction, 0 being the one that began at the rank's own end.
+    """Return DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1), in its eight published
+    steps. Passes have a direction; 0 is the one that began at the rank's own end.
 
-    ``ranks`` is even, and ``microbatches``, of both copies, even and at least twice as many.
+    ``ranks`` is even. ``microbatches``, of both copies together, is even and at least twice as
+    many.
     """
     half = ranks // 2
 
@@ -68,8 +69,8 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
 
 
 def random_two_copies(random: Random) -> TwoCopies:
-    """A symmetric schedule, sound by construction: each pair of opposite ranks takes at random one
-    of the passes that it can. Forward passes of all stages come in one order."""
+    """Return a symmetric schedule that is sound by construction: each pair of opposite ranks takes,
+    at random, one of the passes that can run. Forward passes of all stages come in one order."""
     half, microbatches = random.randint(1, 4), random.randint(1, 4)
     ranks, waves = 2 * half, random.randint(0, 1)
     rank_of = tuple(range(ranks)) + tuple(reversed(range(ranks))) * waves
@@ -92,13 +93,13 @@ def random_two_copies(random: Random) -> TwoCopies:
 
 
 def makespan(copies: TwoCopies, hop: float) -> float:
-    """How long ``copies`` takes, F = 1 and B = 2 (I = W = 1) a stage, each message ``hop``: pass
-    after pass as soon as its rank and its input are there."""
+    """Return how long ``copies`` takes with F = 1, B = 2 and I = W = 1 on each stage, and ``hop``
+    for each message: each pass runs as soon as its rank is free and its input is there."""
     return _makespan(copies.rows, len(copies.rank_of), copies.copy_of, copies.rank_with, hop)
 
 
 def makespan_of_one(schedule: Schedule, hop: float) -> float:
-    """How long ``schedule``, of one copy, takes by the same rules."""
+    """Return how long ``schedule``, of one copy, takes by the rules of `makespan`."""
     placement = schedule.placement
     return _makespan(
         schedule.rows,
@@ -121,7 +122,7 @@ def _makespan(
     ends: dict[tuple[int, int, Kind, int], float] = {}
 
     def begins(rank: int, action: Action) -> float:
-        """When the input of ``action`` is on ``rank``; infinity if it is not yet known."""
+        """Return when the input of ``action`` is on ``rank``; infinity if that is not known yet."""
         stage, kind, k = action
         copy = copy_of(rank, stage)
         if kind is _W or (kind is not _F and stage == stages - 1):

@@ -1,8 +1,9 @@
-"""A model of devices: what hosts give to streams, who waits for whom there, and what can go wrong.
+"""A model of devices: work that hosts give to streams, the waits between streams, and faults of
+both.
 
-A stream runs what it is given in order. A wait for an event is for its latest record before, in the
-host's order. A collective runs on all its ranks together, the n-th of a group on one rank with the
-n-th on another, and so does a message, the n-th of a channel.
+A stream runs its work in order. A wait for an event is for the event's latest record before it, in
+the host's order. A collective runs on all its ranks together: the n-th of a group on one rank with
+the n-th on another. So does a message, the n-th of a channel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 class What(enum.StrEnum):
-    NODE = "node"  # of a plan
+    NODE = "node"  # node of a plan
     COLLECTIVE = "collective"
     SEND = "send"
     RECEIVE = "receive"
@@ -26,19 +27,20 @@ class What(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Given:
-    """``which``: event; plan and name of a node; group and name of a collective; channel."""
+    """Work that a host gives to a stream. ``which`` is an event; the plan and name of a node; the
+    group and name of a collective; or a channel."""
 
     stream: str
     what: What
     which: Any
 
 
-_Together = tuple[str, Hashable, int]  # what several ranks do at once
+_Together = tuple[str, Hashable, int]  # work that several ranks do at once
 _Key = tuple[int, int] | _Together  # rank and place
 
 
 def orders_of_collectives(ranks: Sequence[Sequence[Given]]) -> dict[Any, list[list[str]]]:
-    """By group, the names of its collectives in the order of each of its ranks."""
+    """Return, for each group, the names of its collectives in the order of each of its ranks."""
     orders = defaultdict(list)
     for rank, row in enumerate(ranks):
         own = defaultdict(list)
@@ -53,9 +55,9 @@ def orders_of_collectives(ranks: Sequence[Sequence[Given]]) -> dict[Any, list[li
 
 
 def unordered(row: Sequence[Given]) -> list[tuple[Any, Any]]:
-    """Nodes of a plan that may run before the one in front of them, which makes what they read, on
-    a device that has this ``row`` to do; and collectives of one group likewise, which other ranks
-    may then run in another order."""
+    """Return the nodes of a plan that may run before the previous node, whose output they read, on
+    a device with this ``row`` of work; and in the same way collectives of one group, which other
+    ranks may then run in another order."""
     behind = _behind(row)
     latest: dict[Any, int] = {}
     wrong = []
@@ -71,7 +73,7 @@ def unordered(row: Sequence[Given]) -> list[tuple[Any, Any]]:
 
 
 def side_by_side(row: Sequence[Given]) -> int:
-    """How many nodes of one plan may run while one of another does."""
+    """Return how many nodes of one plan may run while a node of another plan does."""
     behind = _behind(row)
     nodes = [place for place, given in enumerate(row) if given.what is What.NODE]
     return sum(
@@ -85,7 +87,7 @@ def side_by_side(row: Sequence[Given]) -> int:
 
 
 def _behind(row: Sequence[Given]) -> list[int]:
-    """For all that a rank is given, the places behind which it runs, as bits."""
+    """Return, for all work of a rank, the places after which it runs, as bits."""
     behind: list[int] = []
     for waits in _waits(row):
         bits = 0
@@ -96,7 +98,7 @@ def _behind(row: Sequence[Given]) -> list[int]:
 
 
 def _waits(row: Sequence[Given]) -> list[list[int]]:
-    """For each, what it waits for on its own device."""
+    """Return, for all work of a rank, the places that it waits for on its own device."""
     streams: dict[str, int] = {}
     records: dict[Any, int] = {}
     waits = []
@@ -112,8 +114,8 @@ def _waits(row: Sequence[Given]) -> list[list[int]]:
 
 
 def hangs(ranks: Sequence[Sequence[Given]], *, one_queue: bool) -> str:
-    """A cycle of waits between ranks, in words; empty if there is none. ``one_queue``: all that a
-    rank is given may hold up what comes after it, whatever its stream."""
+    """Return a cycle of waits between ranks as text, or an empty text. ``one_queue``: all work of a
+    rank may hold up the work after it, on whichever stream."""
     graph: dict[_Key, set[_Key]] = defaultdict(set)
     for rank, row in enumerate(ranks):
         keys = _keys(rank, row)
@@ -128,7 +130,7 @@ def hangs(ranks: Sequence[Sequence[Given]], *, one_queue: bool) -> str:
 
 
 def _keys(rank: int, row: Sequence[Given]) -> list[_Key]:
-    """A node of the graph for each that ``rank`` is given; one for all ranks of a collective, and
+    """Return the graph's node for each work of ``rank``: one for all ranks of a collective, and one
     for both ends of a message."""
     counts: dict[Hashable, int] = defaultdict(int)
     keys: list[_Key] = []

@@ -1,6 +1,7 @@
-"""A stand-in for Transformer Engine's Userbuffers: communication that a GEMM overlaps, by gloo.
+"""A stand-in on gloo for Transformer Engine's Userbuffers: communication that overlaps with a GEMM.
 
-What matters is kept: operands lie in one buffer a name, which every layer of that name writes to.
+As in the original, operands are in one buffer for each name, which every layer of that name writes
+to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Communicator:
         self.get_buffer(local_chunk).copy_(tensor)
 
     def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
-        # Another tensor each time, as the real one: layers empty what they have done with.
+        # Another tensor each time, as in the original: layers free tensors that they have used.
         return self._chunks()[dist.get_rank()] if local_chunk else self._buffer.detach()
 
     def gather(self) -> None:
@@ -45,7 +46,7 @@ class Communicator:
 
 
 def initialize(rows: int, widths: dict[str, int]) -> None:
-    """Make the communicators of ``initialize_ub``, by a layer's name: for its F, its dgrad and its
+    """Create the communicators of ``initialize_ub``, by the name of a layer, for its F, dgrad and
     wgrad."""
     base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     none = base.UserBufferQuantizationMode.NONE
@@ -60,8 +61,8 @@ def initialize(rows: int, widths: dict[str, int]) -> None:
 def multiply_and_communicate(
     multiply: Any, comm: Communicator, kind: int, extra: Tensor | None, bulk: bool
 ) -> Tensor:
-    """``multiply()``, with the communication that belongs to its operand, to its product, or, in
-    ``bulk``, to another tensor in the buffer."""
+    """Return ``multiply()``, with the communication of its operand, of its product or, with
+    ``bulk``, of another tensor in the buffer."""
     types: Any = sys.modules["transformer_engine_torch"].CommOverlapType
     if kind == types.AG:
         comm.gather()

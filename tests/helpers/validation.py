@@ -1,4 +1,4 @@
-"""Steps of an optimizer on `LinearStage`s: with post-validation, and in one process without."""
+"""Optimizer steps on `LinearStage`s: with post-validation, and in one process without it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Course:
-    """Course of some steps: by step, the first rank of the chain that knows that the step is bad.
+    """Course of some steps: for each bad step, the first rank of the chain that knows that it is
+    bad.
 
     Attributes:
-        steps: their number.
-        clips: the norm of all is too large; that of the ranks before it was not.
-        overflows: it has an inf among its gradients.
+        steps: number of steps.
+        clips: by step, the rank with which the norm becomes too large.
+        overflows: by step, the rank with an inf among its gradients.
     """
 
     steps: int
@@ -50,7 +51,7 @@ def is_quiet(state: PartialState, limit: float) -> bool:
 
 
 def update(stages: Iterable[LinearStage], state: PartialState, limit: float) -> None:
-    """The step of an optimizer that knows the state of all: clipped, or none at all."""
+    """Run the step of an optimizer that knows the state of all ranks: clipped, or none at all."""
     if state.found_inf:
         return
     factor = 1.0 if is_quiet(state, limit) else limit / math.sqrt(state.squared_norm)
@@ -70,13 +71,13 @@ def clear_gradients(stages: Iterable[LinearStage]) -> None:
 
 
 def read_data_of(stages: Iterable[LinearStage], data: int, step: int) -> None:
-    """Every step has data of its own."""
+    """Give each step its own data."""
     for stage in stages:
         stage.data = 100 * data + step
 
 
 def chain_of(placement: Placement) -> list[int]:
-    """The ranks in the order of their first stages."""
+    """Return the ranks in the order of their first stages."""
     return sorted(range(placement.ranks), key=lambda rank: placement.stages_of[rank])
 
 
@@ -85,10 +86,10 @@ class Synchronous:
     """Results of the same steps in one process, which validates each step before it updates.
 
     Attributes:
-        stages: after the last step.
+        stages: the stages after the last step.
         losses: by step and microbatch.
-        states: by step and position of the chain, what is passed on there.
-        limits: of the norm, by step, as the course requires.
+        states: by step and position of the chain, the state that is passed on.
+        limits: limit of the norm, by step, as the course requires.
     """
 
     stages: list[LinearStage]
@@ -123,8 +124,8 @@ def synchronously(pipeline: Pipeline, course: Course) -> Synchronous:
 
 
 class StepAtOnce(Validation):
-    """`Validation` of an optimizer that steps on what is known, and takes that back where it was
-    wrong."""
+    """`Validation` of an optimizer that steps with the state that it knows, and takes the step back
+    if that was wrong."""
 
     def __init__(self, pipeline: Pipeline, course: Course, limits: list[float]) -> None:
         placement = pipeline.program.schedule.placement
@@ -134,7 +135,7 @@ class StepAtOnce(Validation):
         self.limits = limits
         self.position = chain_of(placement).index(pipeline.group.rank())
         self.step = 0
-        self.states: list[PartialState] = []  # that were passed on
+        self.states: list[PartialState] = []  # states that were passed on
         self.taken_back: list[int] = []  # steps
         self._kept: list[Tensor] | None = None
 

@@ -1,15 +1,15 @@
 """PPO steps of verl's own trainer and workers, as a script on ranks without a GPU.
 
-verl's classes run as their package has them: `RayPPOTrainer` computes log-probabilities, those of a
-reference model and updates the actor, `ActorRolloutRefWorker` and its Megatron engine do the work,
-and a batch is divided into microbatches by its tokens. These things of verl's world stand in:
+verl's classes run as in their package. `RayPPOTrainer` computes log-probabilities and those of a
+reference model, and updates the actor; `ActorRolloutRefWorker` and its Megatron engine do the work;
+a batch is split into microbatches by its tokens. Other parts have stand-ins:
 
-- Ray: the workers are called in this process; verl's split of a batch over replicas and its
-  collection of their answers are used;
-- vLLM: the sequences are drawn, and so are the advantages;
-- CUDA: a platform for verl's registry of platforms;
-- Transformer Engine: a model for each bridge's registry, with Megatron's own layers, whose
-  attention goes over the sequences one after the other.
+- Ray: the workers are called in this process, with verl's split of a batch over replicas and its
+  collection of their answers;
+- vLLM: sequences and advantages are random;
+- CUDA: a platform in verl's registry of platforms;
+- Transformer Engine: a model in each bridge's registry with Megatron's own layers, whose attention
+  runs over the sequences one after the other.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def register_with_megatron_bridge() -> None:
 
 
 def trainer_config() -> Any:
-    """verl's default configuration of PPO, with a small model and a pipeline of two ranks."""
+    """Return verl's default configuration of PPO, with a small model and a pipeline of two
+    ranks."""
     vanilla = str(SETTINGS["bridge"] == "mbridge").lower()
     common = {
         "pipeline_model_parallel_size": PIPELINE,
@@ -140,7 +141,7 @@ def trainer_config() -> Any:
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         "actor_rollout_ref.actor.optim.total_training_steps=10",
-        # The norm is summed over a rank's parameters, and a V puts others on a rank.
+        # The norm is summed over the parameters of a rank, and a V placement puts others on a rank.
         "actor_rollout_ref.actor.optim.clip_grad=0",
         *(
             f"++actor_rollout_ref.{role}.megatron.{name}={value}"
@@ -155,8 +156,8 @@ def trainer_config() -> Any:
 
 
 class Workers:
-    """A group of workers as verl's trainer calls it: each replica's get their part of a batch, and
-    all have the answers of those that verl collects."""
+    """A group of workers as verl's trainer calls it: the workers of each replica get their part of
+    a batch, and all get the answers of those that verl collects."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -170,7 +171,7 @@ class Workers:
         def call(data: Any) -> Any:
             ranks = gathered(self._worker._query_dispatch_info(mesh))
             ((parts,), _) = _split_args_kwargs_data_proto(max(ranks) + 1, data)
-            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # as Ray's copy is
+            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # unlocked like Ray's copy
             answers = gathered((self._worker._query_collect_info(mesh), answer))
             return _concat_data_proto_or_future([one for collected, one in answers if collected])
 
@@ -185,7 +186,8 @@ def gathered(value: Any) -> list[Any]:
 
 
 def draw_batch(step: int) -> Any:
-    """Prompts padded on the left and responses padded on the right; small tokens are rewarded."""
+    """Return prompts padded on the left and responses padded on the right; small tokens are
+    rewarded."""
     from verl.protocol import DataProto
 
     draw = torch.Generator().manual_seed(step)
@@ -194,7 +196,7 @@ def draw_batch(step: int) -> Any:
     responses = torch.randint(2, RESPONSE + 1, (BATCH, 1), generator=draw)
     column = torch.arange(PROMPT + RESPONSE)
     mask = ((column >= PROMPT - prompts) & (column < PROMPT + responses)).long()
-    if answers := SETTINGS["answers"]:  # consecutive sequences have one prompt
+    if answers := SETTINGS["answers"]:  # consecutive sequences have the same prompt
         first = torch.arange(BATCH) // answers * answers
         ids[:, :PROMPT], mask[:, :PROMPT] = ids[first, :PROMPT], mask[first, :PROMPT]
     ids *= mask
@@ -219,14 +221,14 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def parameters(worker: Any) -> dict[str, str]:
-    """Digests of the weights as verl gives them to the engine that samples, by name."""
+    """Return digests of the weights by name, as verl passes them to the engine that samples."""
     exported, _ = worker.actor.engine.get_per_tensor_param()
     return {name: digest(tensor) for name, tensor in exported}
 
 
 def take_packed_attention() -> None:
-    """Megatron's own attention runs packed sequences, and rows with shared prompts. With these,
-    sums have another order, so that all is computed in float32, which verl's settings lack."""
+    """Let Megatron's own attention run packed sequences, and rows with shared prompts. The latter
+    add up in another order, so they are computed in float32, which verl's settings do not offer."""
     from verl.utils.torch_dtypes import PrecisionType
 
     DotProductAttention.forward = by_segment(by_sequence(DotProductAttention.forward))
@@ -236,14 +238,14 @@ def take_packed_attention() -> None:
 
 
 def write(result: dict[str, Any], numbers: list[torch.Tensor]) -> None:
-    """Write the results, and what digests do not tell of them, for the test."""
+    """Write the results, and the numbers that digests do not show, for the test."""
     path = Path(SETTINGS["result"])
     path.write_text(json.dumps(result))
     torch.save(numbers, path.with_suffix(".pt"))
 
 
 def main() -> None:
-    dist.init_process_group("gloo")  # verl would ask for NCCL, and takes what is there
+    dist.init_process_group("gloo")  # else verl would create a group of NCCL
     take_packed_attention()
     if SETTINGS["bridge"] == "mbridge":
         register_with_mbridge()
@@ -269,7 +271,7 @@ def main() -> None:
     )
     actor.init_model()
     reference.init_model()
-    trainer = object.__new__(RayPPOTrainer)  # its making starts Ray
+    trainer = object.__new__(RayPPOTrainer)  # its constructor starts Ray
     trainer.config, trainer.ref_in_actor = config, False
     trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)
     if SETTINGS["load"]:

@@ -1,10 +1,10 @@
 """verl's own training under several schedules, each on forked ranks of a process that has imported
-what verl imports: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE TRAINING...``
+verl's requirements: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE TRAINING...``
 
-A training is a schedule, ``stock`` for Megatron's own; SCHEDULE:shared computes prompts once, as
-in examples/verl_shared_prompts.py. SCHEDULE:saved also writes a checkpoint after the first step,
-and SCHEDULE:OTHER begins with the second, from the checkpoint of ``OTHER:saved``. FOLDER takes a
-small model and a file of results per training.
+A training is the name of a schedule, or ``stock`` for Megatron's own. SCHEDULE:shared computes
+prompts once, as in examples/verl_shared_prompts.py. SCHEDULE:saved also writes a checkpoint after
+the first step, and SCHEDULE:OTHER begins with the second, from the checkpoint of ``OTHER:saved``.
+FOLDER gets a small model and a file of results for each training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("verl_actor.py")
 LAYERS = 8
 PLATFORM = "tests.helpers.verl_platform"
 
-# What verl imports. verl itself is imported by each rank, as it reads variables then.
+# Packages that verl imports. Each rank imports verl itself, as verl reads variables at its import.
 _IMPORTED = (
     "datasets",
     "hydra",
@@ -40,7 +40,7 @@ _IMPORTED = (
 
 
 def write_model(folder: Path, **settings: Any) -> None:
-    """A Qwen2 of random weights, or a Qwen3 with experts, and its tokenizer, as they are
+    """Write a Qwen2 with random weights, or a Qwen3 with experts, and its tokenizer, as they are
     downloaded."""
     transformers: Any = importlib.import_module("transformers")
     tokenizers: Any = importlib.import_module("tokenizers")
@@ -66,7 +66,8 @@ def write_model(folder: Path, **settings: Any) -> None:
 
 
 def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[str]) -> str:
-    """Train, and return what the ranks printed; the results are in a file of ``folder``."""
+    """Train, and return everything that the ranks printed; the results are in a file of
+    ``folder``."""
     schedule, _, source = training.partition(":")
     saves, loads = source == "saved", source not in ("", "saved", "shared")
     variables = {
@@ -102,7 +103,8 @@ def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[
 
 
 def run(folder: str, bridge: str, *trainings: str) -> None:
-    assert megatron_runs.SCRIPT.exists()  # imported for what it has each rank not do again
+    # this module prepares, once, work that each rank would repeat
+    assert megatron_runs.SCRIPT.exists()
     for name in _IMPORTED:
         importlib.import_module(name)
     if bridge == "megatron-bridge":

@@ -1,4 +1,4 @@
-"""A platform without a GPU in verl's registry of platforms, which verl imports before it looks for
+"""A platform without a GPU in verl's registry of platforms; verl imports it before it looks for
 one."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A small model with its vocabulary partitioned over the ranks, and the same model in one
-process."""
+"""A small model with its vocabulary split over the ranks, and the same model in one process."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class Model:
     sequence_parallel: bool = False
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Embedding and output layer, whole."""
+        """Return the tables of the embedding and of the output layer, whole."""
         draw = torch.Generator().manual_seed(100)
         embedding, output = torch.randn(2, VOCABULARY, WIDTH, generator=draw).to(self.dtype)
         return embedding, (embedding if self.is_tied else output)
@@ -57,7 +56,7 @@ class Model:
 
 
 def tokens_of(microbatch: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels."""
+    """Return the tokens and the labels."""
     draw = torch.Generator().manual_seed(microbatch)
     tokens, labels = torch.randint(VOCABULARY, (2, *SHAPE), generator=draw)
     return tokens, labels
@@ -84,8 +83,8 @@ def program_for(
 
 
 class JoinShards(torch.autograd.Function):
-    """As an embedding ends in Megatron: from a tensor-parallel rank's part of the sum [b, s, h] to
-    the sum [s, b, h], or with sequence parallelism to the rank's part of that."""
+    """The end of an embedding in Megatron: from a tensor-parallel rank's part of the sum, [b, s,
+    h], to the sum, [s, b, h], or with sequence parallelism to the rank's part of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, connections: Connections, divides: bool) -> Tensor:
@@ -100,10 +99,10 @@ class JoinShards(torch.autograd.Function):
 
 
 class EndlessStage(LinearStage):
-    """A stage that neither makes its own input nor a loss, and takes [s, b, h]."""
+    """A stage that neither creates its own input nor computes a loss, and takes [s, b, h]."""
 
     connections: Connections | None = None
-    divides: bool = False  # the sequence over tensor-parallel ranks
+    divides: bool = False  # whether tensor-parallel ranks split the sequence
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         self._begin(Kind.FORWARD, microbatch)
@@ -161,7 +160,8 @@ class Connections:
     collectives: Collectives
 
     def whole(self, partial: Tensor, divides: bool) -> Tensor:
-        """The sum over tensor-parallel ranks, or this rank's part of the sequence of it."""
+        """Return the sum over tensor-parallel ranks or, if ``divides``, this rank's part of its
+        sequence."""
         total = partial.clone(memory_format=torch.contiguous_format)
         if self.tensor_parallel is not None:
             dist.all_reduce(total, group=self.tensor_parallel)
@@ -170,7 +170,7 @@ class Connections:
         return total
 
     def joined(self, part: Tensor) -> Tensor:
-        """The whole sequence."""
+        """Return the whole sequence."""
         if self.tensor_parallel is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tensor_parallel.size())]
@@ -179,7 +179,7 @@ class Connections:
 
 
 def connect(program: Program, tensor_parallel: int = 1) -> Connections:
-    """For ``program`` and others on its placement."""
+    """Return the groups for ``program`` and others on its placement."""
     rank, world = dist.get_rank(), range(dist.get_world_size())
     mine: list[dist.ProcessGroup] = []
     pipelines = [[*world[t::tensor_parallel]] for t in range(tensor_parallel)]
@@ -203,7 +203,7 @@ def nothing(action: Action) -> None:
 
 
 class WatchedPasses(VocabularyPasses):
-    """Tells of each action."""
+    """Passes of the vocabulary that call functions before and after each action."""
 
     before: Callable[[Action], None]
     after: Callable[[Action], None]
@@ -260,7 +260,7 @@ class VocabularyPipeline:
         self.boundary = Boundary((sequence, batch, WIDTH), self.model.dtype)
 
     def step(self, program: Program | None = None) -> None:
-        """One step, of another program if one is given."""
+        """Run one step, of another program if one is given."""
         program = program or self.program
         placement = program.schedule.placement
         transport = Transport(self.connections.channels, self.boundary, placement, self.recorder)
@@ -283,17 +283,18 @@ class VocabularyPipeline:
 
 @dataclass(frozen=True)
 class Reference:
-    """A step in one process, all in float64, by torch's own functions."""
+    """A step in one process, all in float64, with torch's own functions."""
 
     losses: dict[int, Tensor]
-    embedding: Tensor  # gradients; of a tied table, both in one
+    embedding: Tensor  # gradients; for a tied table, both added
     output: Tensor
-    stages: list[Tensor]  # of weight and bias in one
+    stages: list[Tensor]  # of weight and bias in one tensor
 
 
 @functools.cache
 def alone(model: Model, stages: int, microbatches: int) -> Reference:
-    """The same in one process, once for all programs that a rank compares with it."""
+    """Return the same step in one process, computed once for all programs that a rank compares with
+    it."""
     embedding, output = (table.double().requires_grad_() for table in model.tables())
     if model.is_tied:
         output = embedding

@@ -1,8 +1,8 @@
-"""Features that ran in a training, each recognised by a function that it alone calls.
+"""Features that ran in a training, each recognised by a function that only this feature calls.
 
 Numbers do not show it: a reduction that overlaps, a layer that is recomputed or a gradient that is
-checked gives the same ones. So a mark ``covers`` of such a setting holds only if its test, in a
-training under our schedule, has entered the setting's function. The interpreter
+checked gives the same ones. So a mark ``covers`` of such a setting counts only if its test, in a
+training under one of this project's schedules, has entered the setting's function. The interpreter
 reports the call (``sys.monitoring``), so no function is replaced.
 """
 
@@ -19,8 +19,9 @@ from typing import Any
 
 from tests.helpers.covers.feature import Feature
 
-# A night test has a setting switched off in our trainings, and sees that marked tests fail.
-SWITCHED_OFF = "SETTING_SWITCHED_OFF"  # the launcher refuses unknown names that begin with ours
+# A night test switches a setting off in our trainings, and checks that the marked tests fail.
+# the launcher refuses unknown names that begin with our prefix
+SWITCHED_OFF = "SETTING_SWITCHED_OFF"
 
 _CORE = "megatron.core"
 _TOOL = 4  # of sys.monitoring, free for all
@@ -34,8 +35,8 @@ def _always(caller: Any) -> bool:
 class Witness:
     """A ``function``, by module and name, that runs for the feature.
 
-    ``when`` says of the object whose method it is whether it does so for the feature. Where a
-    forward and a backward pass overlap, ``in_pairs`` runs in its place, a method of the same class
+    ``when`` returns, for the object whose method it is, whether it runs for the feature. If a
+    forward and a backward pass overlap, ``in_pairs`` runs in its place: a method of the same class,
     or of one with the same config.
     """
 
@@ -137,7 +138,8 @@ WITNESSES = {
 
 
 def watch(features: Iterable[Feature] = WITNESSES) -> set[Feature]:
-    """Return the set in which, from now on, are those of ``features`` that have run here."""
+    """Return a set to which those of ``features`` are added that run in this process from now
+    on."""
     seen: set[Feature] = set()
     wanted: dict[CodeType, list[Feature]] = {}
     for feature in features:
@@ -172,18 +174,18 @@ def _code(function: str) -> CodeType:
     return code
 
 
-# What our trainings of the running test have had; None where none of them is watched.
+# Features of our trainings in the running test; None if none of them is watched.
 _seen: set[Feature] | None = None
 
 
 def begin_test() -> None:
-    """Forget what trainings of other tests had."""
+    """Forget the features of other tests' trainings."""
     global _seen
     _seen = None
 
 
 def note(seen: Iterable[Feature]) -> None:
-    """Add what a training under our schedule had."""
+    """Add the features of a training under one of our schedules."""
     global _seen
     _seen = (_seen or set()) | set(seen)
 
@@ -212,14 +214,16 @@ UNWATCHED = {
 
 
 def unseen(marked: Iterable[Feature], test: str) -> list[Feature]:
-    """Return those of the ``marked`` features that have a witness, and did not run in any watched
-    training of ``test`` (its file and function); none if nothing watches the trainings of it."""
+    """Return those of the ``marked`` features that have a witness and did not run in any watched
+    training of ``test`` (its file and function). The list is empty if no training of the test is
+    watched."""
     if _seen is None and test.startswith(tuple(UNWATCHED)):
         return []
     return sorted(set(marked) & set(WITNESSES) - (_seen or set()))
 
 
-# The flags without which a setting is off, where they are not its own name, and those that need it.
+# By setting, the flags without which it is off, if they do not have its name, and flags that need
+# them.
 _PARAMETERS = ("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
 _RECOMPUTE = tuple(
     f"--recompute-{word}" for word in ("granularity", "method", "num-layers", "modules")
@@ -244,8 +248,8 @@ _OFF = {
 
 
 def switched_off(words: list[str]) -> list[str]:
-    """Return the ``words`` of a training as they are, or under our schedule without the setting
-    that `SWITCHED_OFF` names."""
+    """Return the ``words`` of a training; under one of our schedules without the setting that
+    `SWITCHED_OFF` names."""
     setting = os.environ.get(SWITCHED_OFF)
     if not setting or not is_ours(words):
         return words
@@ -261,5 +265,5 @@ def switched_off(words: list[str]) -> list[str]:
 
 
 def is_ours(words: Iterable[str]) -> bool:
-    """Whether the ``words`` of a training name a schedule of ours."""
+    """Return whether the ``words`` of a training name one of our schedules."""
     return any(word.startswith("--pipeline-schedule") for word in words)

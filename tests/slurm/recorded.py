@@ -1,4 +1,4 @@
-"""scripts/pretrain_gpt.py, which says each loss to the last bit, and saves quickly."""
+"""scripts/pretrain_gpt.py, changed to print each loss to the last bit and to save quickly."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def record_losses() -> None:
 
 if __name__ == "__main__":
     record_losses()
-    # Megatron would spawn a process of each rank for it, which imports all of Megatron.
+    # Megatron would spawn a process for it on each rank, which imports all of Megatron.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     runpy.run_path(str(SCRIPT), run_name="__main__")

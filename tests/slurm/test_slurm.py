@@ -1,6 +1,6 @@
-"""scripts/slurm/pretrain.sh on a real SLURM: two nodes, which are both this machine.
+"""Tests of scripts/slurm/pretrain.sh on a real SLURM, with two nodes that are both this machine.
 
-It needs root and SLURM's daemons, which `tests/slurm/cluster.sh --install` brings.
+They need root and SLURM's daemons, which `tests/slurm/cluster.sh --install` installs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FLAGS = quickstart.MODEL | {
     "--global-batch-size": "8",
     "--train-iters": "20",
     "--eval-iters": "0",
-    "--num-workers": "1",  # of a rank, and SLURM sends them its signals, too
+    "--num-workers": "1",  # for each rank; SLURM sends them its signals, too
 }
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 MISSING = [name for name in ("slurmctld", "slurmd", "munged") if not shutil.which(name)]
 
 pytestmark = [
-    pytest.mark.timeout(1800),  # `Job.wait_until` is stricter, and says more
+    pytest.mark.timeout(1800),  # `Job.wait_until` is stricter, and prints more
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: SLURM starts jobs as root"),
     pytest.mark.skipif(
         bool(MISSING),
@@ -62,7 +62,7 @@ class Cluster:
     environment: dict[str, str]
 
     def run(self, *words: str) -> str:
-        """Return the output of one of SLURM's commands; fails if the command does."""
+        """Return the output of one of SLURM's commands; fail if the command fails."""
         ended = subprocess.run(
             words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=HANGS
         )
@@ -70,14 +70,14 @@ class Cluster:
         return ended.stdout.strip()
 
     def processes(self) -> list[str]:
-        """The command lines of what runs in it, daemons included."""
+        """Return the command lines of its processes, including daemons."""
         mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         lines = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     lines.append((process / "cmdline").read_text().replace("\0", " "))
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
         return lines
 
@@ -96,18 +96,18 @@ class Job:
         return self.cluster.run(*line)
 
     def losses(self) -> list[tuple[int, str]]:
-        """Each iteration that was trained, in the log's order, with its loss to the last bit."""
+        """Return each trained iteration, in the order of the log, with its loss to the last bit."""
         text = self.log.read_text() if self.log.exists() else ""
         matches = re.findall(r"^loss of iteration (\d+): (\S+)$", text, re.MULTILINE)
         return [(int(iteration), loss) for iteration, loss in matches]
 
     def resumed_at(self) -> list[int]:
-        """The iterations of the checkpoints that its later starts have loaded."""
+        """Return the iterations of the checkpoints that later starts of the job have loaded."""
         text = self.log.read_text()
         return [int(at) for at in re.findall(r"successfully loaded .* at iteration (\d+)", text)]
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
-        """Return when ``happened``; fail when the job ends before, or hangs."""
+        """Return when ``happened`` returns True; fail if the job ends before, or hangs."""
         end = time.monotonic() + HANGS
         while not happened():
             if self.state in ENDED or time.monotonic() > end:
@@ -132,7 +132,7 @@ class Job:
 
 
 def submit(cluster: Cluster, folder: Path) -> Job:
-    """A training on two nodes, with as many ranks on each."""
+    """Submit a training on two nodes, with equally many ranks on each."""
     settings = {"SCRIPT": str(RECORDED), "CHECKPOINTS": str(folder / "checkpoints")}
     number = replace(cluster, environment=cluster.environment | settings).run(
         *("sbatch", "--parsable", "--nodes", "2", "--gpus-per-node", str(RANKS // 2)),
@@ -145,19 +145,20 @@ def submit(cluster: Cluster, folder: Path) -> Job:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Up for a test; fails the test if anything of it outlives it."""
+    """Start SLURM for a test, and fail the test if any of its processes outlives it."""
     folder = tmp_path / "cluster"
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     environment = outside | {
         "SLURM_CONF": str(folder / "slurm.conf"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # torchrun
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # for torchrun
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",  # as torchrun has it for several ranks a node: sums have an order
-        "CUDA_VISIBLE_DEVICES": "",  # ranks train on the CPU, also where there are GPUs
+        # as torchrun sets it for several ranks on a node: sums have a fixed order
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # ranks train on the CPU, also if there are GPUs
     }
     running = Cluster(folder, environment)
-    # It lives as long as `cat`, which echoes a line as soon as it is up.
+    # SLURM runs as long as `cat`, which echoes a line as soon as SLURM is up.
     with subprocess.Popen(
         [CLUSTER, "cat"],
         env={**outside, "CLUSTER": str(folder)},
@@ -180,9 +181,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_requeued_in_the_middle_and_the_losses_of_a_run_that_never_stopped(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """A job that is requeued in the middle has the losses of a run that never stopped. It requeues
-    itself when its time is up (SLURM sends the same signal), and saves first; at night it is also
-    requeued from outside, and resumes from its last periodic checkpoint."""
+    """A job that is requeued in the middle has the losses of a run that never stopped.
+
+    It requeues itself when its time is up (SLURM sends the same signal), and saves first. At night
+    it is also requeued from outside, and resumes from its last periodic checkpoint.
+    """
     quickstart.RUNS.mkdir(parents=True, exist_ok=True)
     quickstart.prepare_text()
     job = submit(cluster, tmp_path)

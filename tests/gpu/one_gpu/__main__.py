@@ -1,4 +1,4 @@
-"""All that one GPU can show, as a table: docs/measurements.md.
+"""Everything that one GPU can show, as a table: docs/measurements.md.
 
 python -m tests.gpu.one_gpu [--rehearse] [--results FOLDER] [PART ...]
 """
@@ -20,7 +20,7 @@ from tests.gpu.one_gpu.wheels import unpack
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running case
     parser = argparse.ArgumentParser(prog="scripts/gpu_tests.sh --one-gpu")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with gloo")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-tests")
@@ -62,7 +62,8 @@ def _show(part: Part, folder: Path) -> list[Row]:
 
 
 def _has_gpu() -> bool:
-    """In another process: a broken torch is a row of the table."""
+    """Return whether torch finds a GPU, tested in another process, so that a broken torch is only a
+    row of the table."""
     asked = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", asked]).returncode == 0
 

@@ -1,11 +1,11 @@
-"""All that one device can show, in parts."""
+"""The cases that one device can show, in parts."""
 
 from __future__ import annotations
 
 from tests.gpu.one_gpu.runner import Case, Part
 
 _HERE = "tests.gpu.one_gpu"
-CALLS = (  # host_calls.py has what they are; this file needs no torch
+CALLS = (  # host_calls.py defines these; this file must not import torch
     *("synchronize", "event", "item", "large_empty", "allocator_retry", "empty_cache"),
     *("never_used", "first_matmul", "host_register", "pin_memory", "from_pageable"),
     "first_compiled",
@@ -14,19 +14,20 @@ SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v"
 LAYERS = ("bf16", "fp8 delayed", "fp8 current", "fp8 blockwise", "mxfp8", "nvfp4")
 REPLAYS = ("replay", "loops", "values", "offload")
 SANITIZER = "TORCH_CUDA_SANITIZER"
-PATIENCE = {"cuda": 1, "cpu": 3}  # a laptop's, or a machine's that has other things to do
+# factor for the time of a laptop, or of a machine that has other work
+PATIENCE = {"cuda": 1, "cpu": 3}
 
 
 def parts(kind: str) -> dict[str, Part]:
-    """By name. ``kind``: ``cuda``, or ``cpu`` for a rehearsal."""
+    """Return the parts by name. ``kind`` is ``cuda``, or ``cpu`` for a rehearsal."""
 
     def case(seconds: float, module: str, *words: str, **environment: str) -> Case:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
         if kind == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # also beside a GPU
-            environment.pop(SANITIZER, None)  # it looks at the current stream
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # also on a machine with a GPU
+            environment.pop(SANITIZER, None)  # it would query the current stream
         words = (f"{_HERE}.{module}", kind, *words)
-        python = (3, 9) if module == "host_calls" else (3, 12)  # megatron_ext's
+        python = (3, 9) if module == "host_calls" else (3, 12)  # the oldest Python of megatron_ext
         return Case(name, words, PATIENCE[kind] * seconds, python, environment)
 
     def part(seconds: float, *cases: Case) -> Part:

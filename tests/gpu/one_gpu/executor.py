@@ -1,4 +1,4 @@
-"""The executor on one GPU: ranks are forked, tensors are on the device, gloo carries messages.
+"""The executor on one GPU: ranks are forked, tensors are on the device, and gloo carries messages.
 
 python -m tests.gpu.one_gpu.executor cuda|cpu step SPEC RANKS async|batched
 python -m tests.gpu.one_gpu.executor cuda|cpu offload SPEC RANKS
@@ -38,7 +38,7 @@ def step(kind: str, spec: str, ranks: str, p2p: str) -> None:
 
 
 def tell_step(name: str, seen: Sequence[Seen], program: Program, kind: str) -> None:
-    """Rows of a step's gradients and peaks."""
+    """Print the rows of a step's gradients and peaks."""
     tell_gradients(name, seen)
     peaks = [rank.peak for rank in seen]
     expected = expected_peaks(program, seen, boundary_bytes(kind))
@@ -53,7 +53,7 @@ def tell_gradients(name: str, seen: Sequence[Seen]) -> None:
 
 
 def _beside(measured: Sequence[float], expected: Sequence[float]) -> str:
-    """MiB found, of MiB predicted, by rank."""
+    """Return the measured and the predicted MiB of each rank as text."""
     errors = relative_errors(measured, expected)
     figures = zip(measured, expected, errors, strict=True)
     return "; ".join(

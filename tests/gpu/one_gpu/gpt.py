@@ -1,13 +1,13 @@
-"""A small GPT on one device: its losses under a schedule are those of stock Megatron on one rank.
+"""A small GPT on one device: its losses under a schedule are those of Megatron's own on one rank.
 
 python -m tests.gpu.one_gpu.gpt cuda|cpu reference LAYERS
 python -m tests.gpu.one_gpu.gpt cuda|cpu stock LAYERS
 python -m tests.gpu.one_gpu.gpt cuda|cpu schedule LAYERS SPEC async|batched
 
-LAYERS: ``local``, ``engine`` (Transformer Engine's) or ``fp8`` (the same in 8 bits). All start from
-one checkpoint, since a rank with several stages would start from other weights. The activation is
-compiled in the first F, as receives are posted. Where NCCL refuses two ranks on a device, gloo
-carries our messages by way of the host.
+LAYERS is ``local``, ``engine`` (Transformer Engine's) or ``fp8`` (the same in 8 bits). All
+trainings start from one checkpoint, since a rank with several stages would start from other
+weights. The activation is compiled in the first F, while receives are posted. If NCCL refuses two
+ranks on a device, gloo carries this project's messages by way of the host.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def flags(kind: str, steps: int) -> list[str]:
 
 
 def layer_flags(kind: str, layers: str) -> tuple[str, ...]:
-    """Raises `CannotRun` without Transformer Engine's kernels."""
+    """Return the flags of ``layers``, and raise `CannotRun` without Transformer Engine's
+    kernels."""
     if layers != "local" and (kind == "cpu" or not can_split()):
         raise CannotRun("Transformer Engine 2.8 or later is not installed, or there is no GPU")
     return tuple(LAYERS[layers].split())
@@ -61,7 +62,7 @@ def layer_flags(kind: str, layers: str) -> tuple[str, ...]:
 def train(
     kind: str, name: str, ranks: int, *words: str, steps: int = STEPS, by_host: bool = False
 ) -> list[str]:
-    """The losses, digit for digit as Megatron prints them."""
+    """Train, and return the losses, digit for digit as Megatron prints them."""
     launcher = BY_HOST if by_host else OURS
     backend = "gloo" if by_host or kind == "cpu" else "nccl"
     printed = run_ranks(
@@ -84,7 +85,7 @@ def checkpoint(layers: str) -> tuple[str, ...]:
 
 
 def reference(kind: str, layers: str) -> None:
-    """Makes the checkpoint and the losses to compare with."""
+    """Write the checkpoint, and the losses to compare with."""
     words = layer_flags(kind, layers)
     saves = "--save", str(folder() / f"checkpoint-{layers}"), "--save-interval", "1"
     train(kind, f"gpt-{layers}-checkpoint", 1, *words, *saves, steps=1)
@@ -94,7 +95,7 @@ def reference(kind: str, layers: str) -> None:
 
 
 def stock(kind: str, layers: str) -> None:
-    """Whether the reference is stock's also with a pipeline of two."""
+    """Compare Megatron's own losses with a pipeline of two ranks with the reference."""
     if refusal():
         raise CannotRun(f"stock sends over NCCL: {refusal()}")
     messages = "NCCL" if kind == "cuda" else "gloo"
@@ -102,7 +103,8 @@ def stock(kind: str, layers: str) -> None:
 
 
 def schedule(kind: str, layers: str, spec: str, p2p: str) -> None:
-    """On the CPU messages go by way of the host, as they would where NCCL refuses."""
+    """Compare the losses under ``spec`` with the reference. On the CPU messages go by way of the
+    host, as they do where NCCL refuses."""
     by_host = kind == "cpu" or bool(refusal())
     words = "--pipeline-schedule", spec, "--pipeline-p2p", p2p
     run = _timed(kind, layers, f"{spec}-{p2p}", *words, by_host=by_host)

@@ -1,6 +1,6 @@
-"""``python -m megatron_ext`` with messages of ours by way of the host, over gloo.
+"""``python -m megatron_ext`` with this project's messages by way of the host, over gloo.
 
-For ranks that share a device which NCCL gives to one rank alone.
+This is for ranks that share a device, if NCCL gives the device to only one rank.
 """
 
 from __future__ import annotations

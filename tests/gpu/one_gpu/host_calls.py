@@ -3,8 +3,8 @@ does.
 
 python -m tests.gpu.one_gpu.host_calls cuda|cpu CALL|gemm|queue
 
-A call of the host that returns while the kernel still spins passes. A call that returns only with
-the kernel's end would hang a rank whose receive needs what this rank does later.
+A call of the host that returns while the kernel still spins passes. A call that returns only when
+the kernel ends would hang a rank whose receive needs something that this rank does later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.gpu.one_gpu import spinning
 from tests.gpu.one_gpu.rows import run_case, tell
 from tests.gpu.one_gpu.spinning import Spinning
 
-BLOCKS = 8  # as a channel between two ranks may take
+BLOCKS = 8  # as many as a channel between two ranks may take
 SPINS = 3.0  # seconds; a call that passes takes far less
 COMPILE_SPINS = 100.0
 MIB = 2**20
@@ -89,7 +89,7 @@ def pin_memory(device: torch.device) -> Call:
 
 def from_pageable(device: torch.device) -> Call:
     buffer = torch.zeros(64 * MIB, dtype=torch.uint8)
-    torch.empty(64 * MIB, dtype=torch.uint8, device=device)  # freed: the copy finds its place
+    torch.empty(64 * MIB, dtype=torch.uint8, device=device)  # freed, so that the copy finds memory
     return lambda: buffer.to(device, copy=True)
 
 
@@ -99,7 +99,7 @@ def empty_cache(device: torch.device) -> Call:
 
 
 def allocator_retry(device: torch.device) -> Call:
-    """An allocation that finds room only when cached blocks are given back."""
+    """Return an allocation that fits only after cached blocks are freed."""
     torch.empty(1024 * MIB, dtype=torch.uint8, device=device)
     total = torch.cuda.get_device_properties(device).total_memory
     allowed = torch.cuda.memory_reserved() + 512 * MIB
@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[str, Callable[[torch.device], Call]]] = {
     "pin_memory": ("pin_memory of 64 MiB: cudaHostAlloc", pin_memory),
     "from_pageable": ("a copy from 64 MiB of pageable memory", from_pageable),
 }
-MUST_WAIT, MUST_PASS = {"synchronize"}, {"event", "item"}  # or the probe itself is wrong
+MUST_WAIT, MUST_PASS = {"synchronize"}, {"event", "item"}  # otherwise the probe itself is wrong
 
 
 def probe(name: str, device: torch.device) -> None:
@@ -140,7 +140,7 @@ def probe(name: str, device: torch.device) -> None:
 
 
 def gemm(device: torch.device) -> None:
-    """Time a product of two large matrices in parallel to kernels that each own some SMs."""
+    """Time a product of two large matrices in parallel to kernels that each occupy some SMs."""
     size, products = (4096 if device.type == "cuda" else 256), 20
     matrix = torch.randn(size, size, device=device).bfloat16()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -172,8 +172,8 @@ def gemm(device: torch.device) -> None:
 
 
 def queue(device: torch.device) -> None:
-    """Whether what is issued later, on another stream, is done while a receive waits; also when a
-    send that must come after that receive was issued in between."""
+    """Print whether later work on another stream runs while a receive waits, also if a send that
+    must come after that receive was issued in between."""
     connections = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     x = torch.rand(256, 256, device=device)
     torch.mm(x, x)

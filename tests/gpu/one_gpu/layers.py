@@ -1,4 +1,4 @@
-"""Transformer Engine's layers on one GPU: gradients whose W waits are bitwise the others.
+"""Transformer Engine's layers on one GPU: gradients of layers whose W waits are bitwise the same.
 
 python -m tests.gpu.one_gpu.layers cuda|cpu bf16|"fp8 delayed"|mxfp8|...
 """
@@ -17,7 +17,7 @@ def layers(kind: str, precision: str) -> None:
         _stand_in(precision)
     elif not can_split():
         raise CannotRun("Transformer Engine 2.8 or later is not installed")
-    from tests.gpu.te_layers import LAYERS, differences, missing  # they import Transformer Engine
+    from tests.gpu.te_layers import LAYERS, differences, missing  # imports Transformer Engine
 
     if kind == "cuda" and (lack := missing(precision)):
         raise CannotRun(lack)
@@ -30,7 +30,8 @@ def layers(kind: str, precision: str) -> None:
 
 
 def _stand_in(precision: str) -> None:
-    """Transformer Engine's Python classes over torch's, where tests have fetched them."""
+    """Load Transformer Engine's Python classes over torch's operations, if tests have fetched
+    them."""
     from megatron_ext.patches import cpu
     from tests.helpers.fetched import FETCHED
     from tests.helpers.transformer_engine_on_cpu import VERSIONS, load

@@ -1,4 +1,4 @@
-"""Device and versions under which a table was made."""
+"""Device and versions with which a table was made."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def main() -> None:
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Return the version of the NCCL that is loaded: torch's own function names the one that torch
-    was compiled with."""
+    """Return the version of the NCCL that is loaded; torch's own function names the one with which
+    torch was compiled."""
     import torch  # noqa: F401  # loads it
 
     code = ctypes.c_int()

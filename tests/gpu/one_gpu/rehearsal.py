@@ -1,15 +1,16 @@
-"""Rehearsals of a model on one device, and what would disprove them, written before any has run.
+"""Rehearsals of a model on one device, and criteria that would disprove them, written before any
+ran.
 
-python -m tests.gpu.one_gpu.rehearsal cuda|cpu line    stock and zb-h1
-python -m tests.gpu.one_gpu.rehearsal cuda|cpu v       zb-v, v-half, and zb-v's divided vocabulary
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu line    Megatron's own 1F1B and zb-h1
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu v       zb-v, v-half, and zb-v's split vocabulary
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu truth   a real step without a pipeline
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu replay  zb-v replayed, with thread blocks and without
-python -m tests.gpu.one_gpu.rehearsal cuda|cpu loops   stock's interleaved and interleaved-zb
+python -m tests.gpu.one_gpu.rehearsal cuda|cpu loops   Megatron's interleaved and interleaved-zb
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu values  zb-v with zeros, normal and real values
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu offload zb-v with all activations on the host
 
-Each criterion of `CRITERIA` that a case can answer is a row with its figure. One that does not hold
-is a result, and no failure of the case.
+Each criterion of `CRITERIA` that a case can answer is a row with its figure. A criterion that does
+not hold is a result, and no failure of the case.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Criterion:
         return f"{self.what}: {figure:.3g} {self.unit}, limit {self.limit:g}: {verdict}"
 
 
-# As they were written down before the first run.
+# The criteria as they were written before the first run.
 ALLOCATED = Criterion("allocated peak off the account, on any rank", 3)
 RESERVED = Criterion("reserved above the prediction, of the activations", 15)
 TRUTH = Criterion("sum of rehearsed passes off a real step without a pipeline", 2)
@@ -107,8 +108,8 @@ def command(kind: str, sizes: dict[str, int], ranks: int, microbatches: int) -> 
 def rehearsed(
     kind: str, name: str, words: Sequence[str], schedules: str, **settings: Any
 ) -> RehearsalReport:
-    """Rehearse the command ``words``, and write the report at once. ``settings``: more of the
-    request."""
+    """Rehearse the command ``words``, and write the report at once. ``settings`` are further fields
+    of the request."""
     own = folder() / name
     request = RehearsalRequest(
         read_launch(words), schedules_of(schedules), own, is_cpu=kind == "cpu", **settings
@@ -195,7 +196,8 @@ def loops(kind: str) -> None:
 
 
 def values(kind: str) -> None:
-    """The first rank receives no real values, since no other has run: only the second counts."""
+    """Rehearse zb-v with each kind of values. The first rank receives no real values, since no
+    other has run, so only the second counts."""
     words = command(kind, SIZES[kind], 8, 16)
     told = []
     for of in PeerValues:
@@ -207,7 +209,8 @@ def values(kind: str) -> None:
 
 
 def offload(kind: str) -> None:
-    """Copies run at the host's own rate: a rank that waits for them has longer gaps."""
+    """Rehearse zb-v with activation offload. Copies run at the host's own rate: a rank that waits
+    for them has longer gaps."""
     words = command(kind, SIZES[kind], 8, 16)
     words += ["--pipeline-schedule", "zb-v", "--pipeline-activation-offload", "full"]
     report = rehearsed(kind, "offload", words, "zb-v")

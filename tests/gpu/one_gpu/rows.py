@@ -1,4 +1,4 @@
-"""The rows of the table: a case prints them among its output, and its runner finds them there."""
+"""The rows of the table. A case prints them among its output, where its runner finds them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class State(Enum):
     """Outcome of a case, in its row."""
 
     SHOWN = "shown"
-    CANNOT_RUN = "cannot run"  # here: the machine lacks what it needs
+    CANNOT_RUN = "cannot run"  # this machine lacks something that the case needs
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Row:
-    """``figure``: what was measured, or why nothing was."""
+    """A row of the table. ``figure`` is the measured figure, or the reason why there is none."""
 
     case: str
     figure: str
@@ -34,7 +34,7 @@ class Row:
 
 
 def parse(line: str) -> Row | None:
-    """The row that a line of output tells, if it tells one."""
+    """Return the row in a line of output, or None."""
     if not line.startswith(_MARK):
         return None
     fields = json.loads(line[len(_MARK) :])
@@ -42,7 +42,7 @@ def parse(line: str) -> Row | None:
 
 
 def names_error(line: str) -> bool:
-    """Whether a line of output is the end of a traceback, or one of our messages.
+    """Return whether a line of output is the end of a traceback, or one of our messages.
 
     torch prints ``[rank0]: `` before each line of the traceback that ends a rank.
     """
@@ -58,7 +58,7 @@ def tell(case: str, figure: str, is_good: bool = True) -> None:
 
 
 def run_case(case: str, run: Callable[[], object]) -> None:
-    """``run`` as all of a process: where it ends early, its last row says why."""
+    """Call ``run`` as the only work of a process. If it ends early, its last row says why."""
     try:
         run()
     except (CannotRun, ModuleNotFoundError) as reason:
@@ -67,13 +67,13 @@ def run_case(case: str, run: Callable[[], object]) -> None:
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
         reasons = [f"{type(error).__name__}: {first}", *filter(names_error, more)]
-        words = "; ".join((reasons[0], *reasons[1:][-1:]))  # of a rank's traceback its end
+        words = "; ".join((reasons[0], *reasons[1:][-1:]))  # with the end of a rank's traceback
         print(Row(case, words, State.FAILED).line(), flush=True)
         sys.exit(1)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """In Markdown."""
+    """Return ``rows`` as a table in Markdown."""
     words = {State.SHOWN: "", State.CANNOT_RUN: "not run: ", State.FAILED: "**failed**: "}
     lines = ["| case | figure |", "|-|-|"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Runs cases, each in a process of its own that may fail, die or hang without ending the others."""
+"""Runs cases, each in a process of its own that may fail, end or hang without ending the others."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _POLL = 0.1  # seconds
 _LAST_WORDS = 2.0  # seconds that a process gets to say where it hangs
 _LONGEST_REASON = 200
 MISSING = "ModuleNotFoundError"
-_ENDED_BY_US = "Fatal Python error: Aborted"  # what Python says to SIGABRT
+_ENDED_BY_US = "Fatal Python error: Aborted"  # printed by Python at SIGABRT
 
 
 @dataclass(frozen=True)
 class Case:
-    """``words``: what follows ``python -m``. ``seconds``: after which it is taken to hang.
-    ``python``: the oldest that can run it."""
+    """A case. ``words`` follow ``python -m``. After ``seconds`` it is taken to hang. ``python`` is
+    the oldest version that can run it."""
 
     name: str
     words: tuple[str, ...]
@@ -44,7 +44,8 @@ class Part:
 
 
 def run_part(part: Part, folder: Path) -> Iterator[Row]:
-    """The rows of ``part`` as they come. ``folder``: empty, for logs and what cases share."""
+    """Yield the rows of ``part`` as they come. ``folder`` is empty, for logs and files that cases
+    share."""
     end = time.monotonic() + part.seconds
     for case in part.cases:
         left = end - time.monotonic()
@@ -60,7 +61,7 @@ def run_part(part: Part, folder: Path) -> Iterator[Row]:
 
 
 def _run(case: Case, seconds: float, folder: Path) -> Iterator[Row]:
-    """At least one row: a case that ends badly says why in its last one."""
+    """Yield at least one row; a case that ends badly says why in its last one."""
     path = folder / f"{case.name.replace(' ', '-').replace('/', '-')}.log"
     has_failed = has_told = False
     with path.open("w") as log, path.open(errors="replace") as output:
@@ -118,16 +119,16 @@ def _rows(output: TextIO) -> Iterator[Row]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process, and all that it started."""
-    for signum in (signal.SIGABRT, signal.SIGKILL):  # the first has Python say where it is
+    """End the process, and all processes that it started."""
+    for signum in (signal.SIGABRT, signal.SIGKILL):  # at the first one Python prints where it is
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it for good
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it from ending
             process.wait(_LAST_WORDS)
 
 
 def last_words(log: Path) -> str:
-    """The last line that names an error, or the last line; and where the log is."""
+    """Return the last line that names an error, or the last line, and the name of the log."""
     text = log.read_text(errors="replace").split(_ENDED_BY_US)[0]
     said = [line.strip() for line in text.splitlines() if line.strip() and parse(line) is None]
     last = (list(filter(names_error, said)) or said or ["it printed nothing"])[-1][:_LONGEST_REASON]

@@ -1,8 +1,9 @@
-"""A kernel that spins until the host ends it, as a posted NCCL receive until its partner comes.
+"""A kernel that spins until the host ends it, like a posted NCCL receive until its partner sends.
 
-Written in PTX and started by the driver's own library, so that any torch will do and no compiler is
-needed. Like NCCL's it has 640 threads a block at 96 registers: a block owns its SM.
-It looks at the host's memory once in a millisecond: more often slows down other kernels.
+It is written in PTX and started by the driver's own library, so that any torch will do and no
+compiler is needed. Like NCCL's kernels it has 640 threads a block with 96 registers each, so a
+block occupies its SM. It reads the host's memory once in a millisecond; more often would slow down
+other kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron_ext.rehearsal.cuda_driver import load_kernels, start_kernel
 THREADS = 640
 MOST_BLOCKS = 256
 
-_HELD = 84  # registers that live as long as it spins; with the others, and rounded up, 96
+_HELD = 84  # registers that live as long as the kernel spins; with the others, and rounded up, 96
 
-# flags[0]: the host sets it to end the kernel. flags[1 + block]: 1 while it spins, 2 once it has
-# ended. limit: nanoseconds after which it ends by itself.
+# flags[0]: the host sets it to end the kernel. flags[1 + block]: 1 while the block spins, 2 once it
+# has ended. limit: nanoseconds after which the kernel ends by itself.
 _BODY = """
 .version 7.0
 .target sm_70
@@ -70,7 +71,7 @@ WAIT:
 
 
 def kernel() -> str:
-    """The PTX of ``spin``."""
+    """Return the PTX of ``spin``."""
     held = range(_HELD)
     return _BODY.format(
         threads=THREADS,
@@ -83,18 +84,19 @@ def kernel() -> str:
 
 @functools.lru_cache
 def _function() -> ctypes.c_void_p:
-    """The kernel, loaded."""
+    """Return the loaded kernel."""
     return load_kernels(kernel(), ["spin"])["spin"]
 
 
 def launch(stream: torch.cuda.Stream, flags: Tensor, blocks: int, limit: float) -> None:
-    """Start the kernel on ``stream``. ``flags``: pinned; ``limit``: seconds."""
+    """Start the kernel on ``stream``. ``flags`` are in pinned memory, and ``limit`` is in
+    seconds."""
     values = flags.data_ptr(), int(limit * 1e9)
     start_kernel(_function(), stream, blocks, THREADS, *values)
 
 
 class Spinning:
-    """The kernel, spinning within the block: on ``stream``, at most for ``limit`` seconds."""
+    """A context in which the kernel spins on ``stream``, for at most ``limit`` seconds."""
 
     def __init__(self, stream: torch.cuda.Stream, blocks: int, limit: float) -> None:
         self.blocks = blocks

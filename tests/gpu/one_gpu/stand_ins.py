@@ -1,7 +1,7 @@
 """Stand-ins for CUDA, with which the probe is rehearsed on the CPU.
 
-The spinning kernel is a thread, and `torch.cuda.synchronize` waits for it: so the probe has a call
-to find that waits, and calls that pass.
+The spinning kernel is a thread, and `torch.cuda.synchronize` waits for it. So the probe has one
+call to find that waits, and calls that pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def rehearse() -> None:
-    """For a process of its own."""
+    """Replace CUDA by the stand-ins, in a process that does nothing else."""
     properties = SimpleNamespace(multi_processor_count=132, total_memory=2**36)
     for name, meaning in {
         "Event": _Event,

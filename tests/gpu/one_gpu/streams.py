@@ -3,10 +3,10 @@
 python -m tests.gpu.one_gpu.streams cuda|cpu experts SPEC none|full
 python -m tests.gpu.one_gpu.streams cuda|cpu capture
 
-A GPT with experts, whose shared expert runs on a stream of its own: with its activations offloaded
-it must have the losses of a run without. Run under TORCH_CUDA_SANITIZER=1, torch also looks for
-accesses of two streams to one tensor that nothing orders; it does not see memory that is given back
-too early, which only the losses show.
+A GPT with experts, whose shared expert runs on a stream of its own, must have the same losses with
+and without activation offload. Under TORCH_CUDA_SANITIZER=1, torch also looks for unordered
+accesses of two streams to one tensor. It does not see memory that is freed too early; only the
+losses show that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.gpu.one_gpu.gpt import layer_flags, train
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal
 
-# Indices of 4,096 x 4 numbers of 8 bytes are just large enough to leave for the host.
+# Indices of 4,096 x 4 numbers of 8 bytes are just large enough to be offloaded.
 SEQUENCE = {"cuda": "4096", "cpu": "16"}
 EXPERTS = """
 --num-layers 4 --num-attention-heads 2 --num-experts 8 --moe-router-topk 4
@@ -37,7 +37,7 @@ EXPERTS = """
 --moe-shared-expert-overlap
 """
 COMPARABLE = {
-    # The sanitizer's dispatch mode has nothing compiled, and what is compiled rounds otherwise.
+    # The sanitizer's dispatch mode compiles nothing, and compiled code rounds differently.
     "TORCHDYNAMO_DISABLE": "1",
     # Megatron requires these with --deterministic-mode.
     "NCCL_ALGO": "Ring",
@@ -47,7 +47,8 @@ COMPARABLE = {
 
 
 def experts(kind: str, spec: str, offload: str) -> None:
-    """On the CPU messages go by way of the host, as they would where NCCL refuses."""
+    """Compare losses with and without offload. On the CPU messages go by way of the host, as they
+    do where NCCL refuses."""
     by_host = kind == "cpu" or bool(refusal())
     if kind == "cuda":
         os.environ |= COMPARABLE
@@ -85,7 +86,7 @@ def capture(kind: str) -> None:
     with apply(graphs.patches(PipelineConfig())):
         figure, is_good = _captured(recorder)
     tell("a graph captured beside the watchdog", figure, is_good)
-    figure, _ = _captured(recorder)  # last: it may leave the device in a bad state
+    figure, _ = _captured(recorder)  # last, as it may leave the device in a bad state
     tell("the same where the watchdog asks", figure)
 
 

@@ -1,10 +1,10 @@
-"""Two ranks on one device, started by hand, over NCCL where it allows that.
+"""Two ranks on one device, started by hand, over NCCL if it allows that.
 
 python -m tests.gpu.one_gpu.two_ranks cuda|cpu trial
 python -m tests.gpu.one_gpu.two_ranks cuda|cpu step SPEC async|batched
 
 NCCL 2.30 and later let two ranks share a device (NCCL_MULTI_RANK_GPU_ENABLE). Without MPS they take
-turns on it, so that times say nothing.
+turns on it, so times mean nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEADLINE = time.monotonic() + float(os.environ.get("ONE_GPU_SECONDS", "inf")) -
 
 
 class RankFailed(RuntimeError):
-    """The last words of the first rank that did not end well, or of all, if they hang."""
+    """The last output of the first rank that did not end well, or of all ranks if they hang."""
 
 
 def folder() -> Path:
@@ -53,8 +53,8 @@ def run_ranks(
     """Return the outputs of ``ranks`` processes of ``python WORDS``, all on the first device.
 
     Raises:
-        RankFailed: one has ended badly, and the others are ended with it; or they hang.
-        CannotRun: it lacked a package.
+        RankFailed: a rank has ended badly, and the others are ended with it; or all hang.
+        CannotRun: a rank lacked a package.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [folder() / f"{name}.rank{rank}.log" for rank in range(ranks)]
@@ -74,9 +74,9 @@ def run_ranks(
                             "NCCL_SOCKET_IFNAME": "lo",
                             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                             "NCCL_MAX_CTAS": "8",
-                            # All streams in one queue: what Megatron wants for tensor parallelism.
+                            # All streams in one queue, as Megatron requires for tensor parallelism.
                             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                            "TORCHINDUCTOR_CACHE_DIR": cache,  # fresh: the first F compiles
+                            "TORCHINDUCTOR_CACHE_DIR": cache,  # fresh, so the first F compiles
                             **environment,
                         },
                         stdin=subprocess.DEVNULL,
@@ -92,7 +92,8 @@ def run_ranks(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Until all have ended: the first rank that failed, or all where they hang."""
+    """Wait until all have ended, and return the first rank that failed, or all ranks if they
+    hang."""
     failed: list[int] = []
     end = _DEADLINE
     while any(process.poll() is None for process in processes):
@@ -102,7 +103,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
         if time.monotonic() > end:
             failed = failed or list(range(len(processes)))
             for process in processes:
-                process.send_signal(signal.SIGABRT)  # has Python say where it is
+                process.send_signal(signal.SIGABRT)  # at this signal Python prints where it is
             time.sleep(1)
             for process in processes:
                 process.kill()
@@ -116,7 +117,7 @@ def backend(kind: str) -> str:
 
 
 def trial(kind: str) -> None:
-    """Whether two ranks can talk; the cases after this one ask `refusal`."""
+    """Find out whether two ranks can communicate; `refusal` tells later cases."""
     verdict = folder() / "nccl"
     verdict.write_text("the trial did not end")
     try:
@@ -157,18 +158,19 @@ def trial_rank(kind: str) -> None:
 
 
 def refusal() -> str:
-    """Why NCCL cannot be had between two ranks here, as the trial found; empty where it can."""
+    """Return why NCCL refuses two ranks on this device, as `trial` found, or an empty text."""
     verdict = folder() / "nccl"
     return verdict.read_text() if verdict.exists() else ""
 
 
 def step(kind: str, spec: str, p2p: str) -> None:
-    """Transport and executor; the first F compiles an activation (`tests.gpu.nccl_rank`)."""
+    """Run a step of transport and executor whose first F compiles an activation
+    (`tests.gpu.nccl_rank`)."""
     if refusal():
         raise CannotRun(refusal())
     with tempfile.TemporaryDirectory() as results:
         words = ("-m", "tests.gpu.nccl_rank", spec, p2p, kind, results)
-        # What it has compiled to learn the bytes held is compiled again in the step.
+        # The step compiles anew what was compiled to measure the bytes held.
         again = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         run_ranks(RANKS, words, f"step-{spec}-{p2p}", again)
         seen = [pickle.loads((Path(results) / str(rank)).read_bytes()) for rank in range(RANKS)]

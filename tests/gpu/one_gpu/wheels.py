@@ -1,4 +1,4 @@
-"""Packages that a machine without a network lacks, from wheels that were brought along."""
+"""Packages that a machine without a network lacks, from wheels that were copied to it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def unpack(wheels: Path, folder: Path) -> list[str]:
-    """Unpack those of ``wheels`` whose package is not installed here into ``folder``.
+    """Unpack into ``folder`` those of ``wheels`` whose package is not installed.
 
-    Returns their names. What is installed stays as it is, whatever its version.
+    The function returns their folders. Installed packages stay as they are, whatever their version.
     """
     brought = []
     for wheel in sorted(wheels.glob("*.whl")):

@@ -1,6 +1,6 @@
-"""A plugin of pytest's: writes the ``covers`` marks of what it has collected, as JSON.
+"""A pytest plugin that writes the ``covers`` marks of the collected tests as JSON.
 
-Its list goes into the file that `markers.OUTPUT` names.
+The list is written to the file that `markers.OUTPUT` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def marks_of(item: pytest.Item) -> Iterator[dict[str, Any]]:
-    """Yield the ``covers`` marks of ``item``, as `markers.read_mark` takes them."""
+    """Yield the ``covers`` marks of ``item`` as arguments of `markers.read_mark`."""
     for mark in item.iter_markers("covers"):
         yield {
             "test": item.nodeid,

@@ -1,7 +1,7 @@
-"""A feature: what a setting switches on, as far as a test has to show it.
+"""A feature: a setting that is switched on, as far as a test has to show it.
 
-Values that no schedule can tell apart are one class: context parallel over 2 ranks stands for over
-32. A setting that is off, or one that no test needs to show, has no feature.
+Values that no schedule can tell apart are one class: context parallelism over 2 ranks stands for
+that over 32. A setting that is off, or that no test needs to show, has no feature.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Value = Any  # of a setting: a bool, number, text or a list, as JSON has them
+Value = Any  # the value of a setting: a bool, number, text or list, as in JSON
 
 
 @dataclass(frozen=True, order=True)
 class Feature:
-    """``setting`` with a class of its values, which ``text`` names; "" for a switch."""
+    """``setting`` with a class of its values; ``text`` names the class, and is "" for a switch."""
 
     setting: str
     text: str = ""
@@ -29,12 +29,12 @@ Classes = Callable[[Value], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of Megatron's, or of what builds its model and optimizer.
+    """A setting of Megatron, or of the code that builds its model and optimizer.
 
     Attributes:
-        classes: returns the classes of a value; () if it is off. Raises ValueError for an unknown
-            value.
-        why: meaning of a class, or the reason why it needs no test.
+        classes: returns the classes of a value, or () if the value means off. Raises ValueError for
+            an unknown value.
+        why: meaning of a class, or the reason why the setting needs no test.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Setting:
         """Return the features that ``value`` switches on.
 
         Raises:
-            ValueError: it is not a value of the setting.
+            ValueError: the setting has no such value.
         """
         try:
             return tuple(Feature(self.name, text) for text in self.classes(value))
@@ -75,7 +75,7 @@ def anything(value: Value) -> tuple[str, ...]:
 
 
 def given(value: Value) -> tuple[str, ...]:
-    """Whether there is a value at all."""
+    """Return one class for any value, and none if the setting is off."""
     return () if value is None or value is False else ("",)
 
 

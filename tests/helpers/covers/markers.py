@@ -2,8 +2,8 @@
 
     @pytest.mark.covers("A", ("line", "v"), context_parallel_size=2, mtp_num_layers=1)
 
-means: under zb-h1 and under V's this test compares with stock, bit for bit and by Megatron's own
-code, a training with both of these settings on.
+means: under zb-h1 and under V schedules this test trains with both of these settings, and compares
+the result with Megatron's own schedule, bit for bit and with Megatron's own code.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.helpers.covers.vocabulary import (
 ROOT = Path(__file__).resolve().parents[3]
 NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
 PLUGIN = "tests.helpers.covers.collecting"
-OUTPUT = "MEGATRON_EXT_COVERS"  # the variable by which the plugin is told where to write
+OUTPUT = "MEGATRON_EXT_COVERS"  # the variable that tells the plugin where to write
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Features that a ``test`` compares with stock, all at once, under each of ``kinds`` of
-    schedule.
+    """Features that a ``test`` compares with Megatron's own schedule, all at once, under each of
+    ``kinds`` of schedule.
 
-    ``grade`` is A for Megatron's own code on the CPU, bit for bit; B with a stand-in for a kernel;
-    C for a test for GPUs that has not run.
+    ``grade`` is A for Megatron's own code on the CPU, bit for bit; B if a kernel has a stand-in; C
+    for a GPU test that has not run.
     """
 
     test: str
@@ -53,7 +53,7 @@ def read_mark(
     """Return the meaning of the mark ``covers(*words, **settings)`` of ``test``.
 
     Raises:
-        ValueError: a grade, a kind of schedule or a setting is unknown; or the grade does not fit
+        ValueError: a grade, a kind of schedule or a setting is unknown, or the grade does not fit
             where the test runs.
     """
     try:
@@ -82,9 +82,9 @@ def read_mark(
 
 
 def collect(tests: Sequence[str] = ("tests",)) -> list[Shown]:
-    """Return all marks of the tests that pytest collects at night, without the skipped ones.
+    """Return all marks of the tests that pytest collects at night, without those of skipped tests.
 
-    A test for GPUs counts though there is none.
+    A GPU test counts although there is no GPU.
 
     Raises:
         ValueError: a mark is not understood.

@@ -1,4 +1,4 @@
-"""The ``covers`` marks of tests that train by Megatron's flags."""
+"""The ``covers`` marks of tests that train through Megatron's flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {"line": "line", "loop": "loop", "v": "v", "wave": "v"}
 
 
 def kinds(schedules: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of those ``schedules`` that split the backward."""
+    """Return the kinds of those ``schedules`` that split the backward."""
     chosen = [choose(schedule) for schedule in schedules]
     named = (
         _KINDS[resolved.example.name] for resolved in chosen if resolved.traits.splits_backward
@@ -26,8 +26,8 @@ def kinds(schedules: Sequence[str]) -> tuple[str, ...]:
 def covers(
     grade: str, schedules: Sequence[str], flags: Mapping[str, Any], **more: Any
 ) -> list[pytest.MarkDecorator]:
-    """Return the marks of a training with ``flags``, as `model_flags` has them, through the
-    launcher.
+    """Return the marks of a training with ``flags`` through the launcher; ``flags`` are as in
+    `model_flags`.
 
     Flags that no recipe has are ignored. ``more`` are settings that are on without a flag. The list
     is empty if no schedule splits the backward.
@@ -37,7 +37,7 @@ def covers(
         return []
     settings = {name: value for name, value in flags.items() if name in _KNOWN}
     settings["precision"] = next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
-    # By default, but for dynamic scales of losses, whose gradients may be NaN.
+    # on by default, except with dynamic loss scales, whose gradients may be NaN
     settings["check_for_nan_in_grad"] = settings["precision"] != "fp16"
     if flags.get("grad_reduce_in_bf16"):
         settings["grad_reduce_in_fp32"] = False

@@ -1,4 +1,4 @@
-"""Evidence from tests for the features that a recipe switches on."""
+"""The evidence of tests for the features that a recipe switches on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.covers.feature import Feature
 from tests.helpers.covers.markers import Shown
 from tests.helpers.covers.vocabulary import GRADES, TOGETHER, features, is_known
 
-# Features that one test has to show: one, or two at once.
+# One feature, or two at once, that a test has to show.
 Wanted = tuple[Feature, ...]
 
 
@@ -20,8 +20,8 @@ class Tested:
     """Evidence for a recipe.
 
     Attributes:
-        grade: grade of its worst feature; None if one is not shown at all.
-        missing: features that no test shows under its kind of schedule.
+        grade: grade of its worst feature; None if no test shows one of them.
+        missing: features that no test shows under the recipe's kind of schedule.
     """
 
     grade: str | None
@@ -39,8 +39,8 @@ class Evidence:
                 self._of_kind.setdefault(kind, []).append(test)
 
     def grade(self, kind: str, wanted: Wanted) -> str | None:
-        """Return the best grade of a test with all of ``wanted`` under that ``kind`` of schedule;
-        None if there is none."""
+        """Return the best grade of a test that has all of ``wanted`` under that ``kind`` of
+        schedule, or None."""
         key = kind, wanted
         if key not in self._grades:
             grades = [
@@ -74,12 +74,12 @@ def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
 
 
 def features_of(recipe: Recipe) -> frozenset[Feature]:
-    """Features that ``recipe`` switches on, and that a test has to show. No test shows a setting
-    that only Megatron has."""
+    """Return the features that ``recipe`` switches on and that a test has to show. No test shows a
+    setting that only Megatron knows."""
     named = {name: value for name, value in recipe.settings.items() if is_known(name)}
     return features(named) | {Feature(name) for name in recipe.settings.keys() - named.keys()}
 
 
 def kind_of(recipe: Recipe) -> str:
-    """The kind of schedule with the stages of ``recipe``."""
+    """Return the kind of schedule that has the stages of ``recipe``."""
     return "line" if recipe.chunks == 1 else "loop"

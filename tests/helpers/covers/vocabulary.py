@@ -1,7 +1,8 @@
-"""The settings that recipes have, and what of each a test must show: a line each.
+"""The settings that recipes have, one on each line, and the values of each that a test must show.
 
-A setting is named as in Megatron's arguments and configs, or in those of Megatron-Bridge where they
-go beyond. What is not named here is unknown, in a recipe and in a test's marker alike.
+A setting is named as in Megatron's arguments and configs, or as in Megatron-Bridge's where Megatron
+has none. A setting that is not named in this module is unknown, both in a recipe and in the mark of
+a test.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tests.helpers.covers.feature import (
     switch,
 )
 
-KINDS = ("line", "loop", "v")  # zb-h1's, interleaved-zb's, V's and waves
-GRADES = ("A", "B", "C")  # the best first
+KINDS = ("line", "loop", "v")  # of zb-h1; of interleaved-zb; of V and wave schedules
+GRADES = ("A", "B", "C")  # the best one first
 
 LOW_PRECISIONS = ("fp8_delayed", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4")
 CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "layer")
-WHOLE_LAYERS = "layer"  # what is captured where cuda_graph_scope names no modules
+WHOLE_LAYERS = "layer"  # captured if cuda_graph_scope names no modules
 _RECOMPUTED = (
     *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mhc"),
     *("gdn", "gdn_norm_out", "mamba"),
@@ -54,7 +55,8 @@ def _symbols(value: Value) -> tuple[str, ...]:
 
 
 def _dense_and_experts(value: Value) -> tuple[str, ...]:
-    """Whether a model has layers of both, by a list or by text as ``([0]*3+[1]*58)``."""
+    """Return a class if a model has both dense layers and layers with experts, given as a list or
+    as text like ``([0]*3+[1]*58)``."""
     if value is None:
         return ()
     if isinstance(value, int):
@@ -77,7 +79,7 @@ _KERNEL = "within one pass, and one kernel"
 _RANKS = "2 ranks stand for more: the same collectives"
 
 SETTINGS = (
-    # Parallelism
+    # parallelism
     Setting("pipeline_model_parallel_size", number, "2 ranks stand for more"),
     Setting("virtual_pipeline_model_parallel_size", number, "2 chunks a rank stand for more"),
     Setting("microbatch_group_size_per_vp_stage", given, "another than the number of ranks"),
@@ -101,13 +103,13 @@ SETTINGS = (
     Setting("overlap_p2p_comm", anything, _MESSAGES),
     Setting("deallocate_pipeline_outputs", anything, _MESSAGES),
     Setting("variable_seq_lengths", switch),
-    # Stages
+    # stages
     Setting("pipeline_model_parallel_layout", _layout),
     Setting("num_layers_in_first_pipeline_stage", given),
     Setting("num_layers_in_last_pipeline_stage", given),
     Setting("account_for_embedding_in_pipeline_split", switch),
     Setting("account_for_loss_in_pipeline_split", switch),
-    # The model
+    # the model
     Setting("num_layers", number, _SIZE),
     Setting("hidden_size", number, _SIZE),
     Setting("ffn_hidden_size", number, _SIZE),
@@ -143,7 +145,7 @@ SETTINGS = (
     Setting("mtp_use_repeated_layer", switch),
     Setting("mtp_loss_scaling_factor", number, "a factor"),
     Setting("mtp_eval_in_bf16", anything, "evaluation only"),
-    # Experts
+    # experts
     Setting("num_experts", at_least(1)),
     Setting("moe_layer_freq", _dense_and_experts),
     Setting("moe_shared_expert_intermediate_size", at_least(1)),
@@ -171,7 +173,7 @@ SETTINGS = (
     Setting("overlap_dispatch_backward_with_experts_wgrad", switch),
     Setting("defer_embedding_wgrad_compute", switch),
     Setting("wgrad_deferral_limit", number, _SIZE),
-    # Precision
+    # precision
     Setting(
         "precision",
         one_of("bf16", "fp16", *LOW_PRECISIONS, off=("fp32",)),
@@ -185,11 +187,11 @@ SETTINGS = (
     Setting("gradient_accumulation_fusion", switch),
     Setting("grad_reduce_in_fp32", _in_bf16, "gradients that add up in bf16"),
     Setting("use_transformer_engine_op_fuser", switch),
-    # The loss
+    # the loss
     Setting("cross_entropy_loss_fusion", anything, "whether there is the next"),
     Setting("cross_entropy_fusion_impl", one_of("te", "native")),
     Setting("calculate_per_token_loss", switch),
-    # Memory
+    # memory
     Setting("recompute_granularity", one_of("full", off=("selective",))),
     Setting("recompute_method", one_of("uniform", "block")),
     Setting("recompute_num_layers", number, _SIZE),
@@ -200,7 +202,7 @@ SETTINGS = (
         "cuda_graph_impl", one_of("transformer_engine", "local", "full_iteration", off=("none",))
     ),
     Setting("cuda_graph_scope", each_of(*CAPTURED), "Transformer Engine's graphs, by module"),
-    # The optimizer
+    # the optimizer
     Setting("optimizer", one_of("sgd", "muon", "dist_muon", off=("adam",))),
     Setting("use_precision_aware_optimizer", switch),
     Setting("main_grads_dtype", one_of("bf16", "fp16", off=("fp32",), same=_DTYPES)),
@@ -209,7 +211,7 @@ SETTINGS = (
     Setting("exp_avg_sq_dtype", one_of("bf16", "fp16", "fp8", off=("fp32",), same=_DTYPES)),
     Setting("optimizer_cpu_offload", switch),
     Setting("clip_grad", number, "the norm's sum over ranks has an order of its own: within 1e-6"),
-    # Data
+    # data
     Setting("packed", switch, "several sequences in a row of a batch, by cu_seqlens"),
     Setting("dataset_kwargs", anything, "how batches are made"),
     Setting("max_packing_seqlen", number, _SIZE),
@@ -219,7 +221,7 @@ SETTINGS = (
     Setting("micro_batch_size", number, _SIZE),
 )
 
-# Flags of tests' trainings that no recipe has.
+# Flags of test trainings that no recipe has.
 NOT_OF_RECIPES = frozenset(
     (
         *("add_qkv_bias", "add_bias_linear", "disable_bias_linear", "swiglu", "normalization"),
@@ -238,7 +240,7 @@ NOT_OF_RECIPES = frozenset(
     )
 )
 
-# Names that mean the same.
+# Names that mean the same setting.
 OTHER_NAMES = {
     "sft": "packed",
     "enable_offline_packing": "packed",
@@ -249,7 +251,7 @@ OTHER_NAMES = {
     "cuda_graph_modules": "cuda_graph_scope",
 }
 
-# What a test for GPUs that has not run may show. All else runs on the CPU.
+# Features that a GPU test that has not run may show. All others run on the CPU.
 ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "precision": LOW_PRECISIONS,
     "fp8_output_proj": ("",),
@@ -267,7 +269,7 @@ ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("muon", "dist_muon"),
 }
 
-# What the CPU has by a stand-in alone, so no test of grade A has it.
+# Features that have only a stand-in on the CPU, so no test of grade A shows them.
 STAND_INS: Mapping[str, tuple[str, ...]] = {
     "precision": LOW_PRECISIONS,
     "cross_entropy_fusion_impl": ("te",),
@@ -278,9 +280,9 @@ STAND_INS: Mapping[str, tuple[str, ...]] = {
     "transformer_impl": ("transformer_engine",),
 }
 
-# What one test must have together. A feature is always shown with a kind of schedule, and all three
-# kinds split the backward, so multi-token prediction on V's, graphs, FP8 and the flex
-# dispatcher beside a split backward, and towers on loops need no line here.
+# Features that one test must have together. A feature is always shown with a kind of schedule, and
+# all three kinds split the backward. So multi-token prediction on V schedules, image encoders on
+# loops, and graphs, FP8 and the flex dispatcher with a split backward need no line here.
 TOGETHER = (
     ("mtp_num_layers", "context_parallel_size"),
     ("mtp_num_layers", "packed"),
@@ -312,7 +314,7 @@ def setting(name: str) -> Setting:
 
 
 def is_known(name: str) -> bool:
-    """Whether there is a setting that is called ``name``."""
+    """Return whether there is a setting that is called ``name``."""
     return OTHER_NAMES.get(name, name) in _BY_NAME
 
 
@@ -339,10 +341,10 @@ def _switched_on(
 
 
 def has_a_stand_in(feature: Feature) -> bool:
-    """Whether the CPU has ``feature`` by a stand-in alone."""
+    """Return whether ``feature`` has only a stand-in on the CPU."""
     return feature.text in STAND_INS.get(feature.setting, ())
 
 
 def may_wait_for_a_gpu(feature: Feature) -> bool:
-    """Whether a test for GPUs that has not run may show ``feature``."""
+    """Return whether a GPU test that has not run may show ``feature``."""
     return feature.text in ON_GPUS.get(feature.setting, ())

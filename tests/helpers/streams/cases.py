@@ -67,17 +67,17 @@ VALIDATED: Flags = {
     "pipeline_post_validation": True,
     "train_iters": 5,
     "clip_grad": 10.0,  # above the norms of all iterations but one, see BAD
-    "log_interval": 10,  # where one is logged, steps do not overlap
+    "log_interval": 10,  # steps do not overlap at an iteration that is logged
     "no_check_for_nan_in_loss_and_grad": True,
     "rerun_mode": "disabled",
 }
-# By the first four iterations; the file is in a folder that git ignores.
+# Measured in the first four iterations; the file is in a folder that git ignores.
 MEASURED: Flags = {"pipeline_costs": "profile:build/streams/costs.json", "train_iters": 5}
-BAD = {3: 100.0}  # by iteration, what its gradients are multiplied by
+BAD = {3: 100.0}  # by iteration, the factor of its gradients
 
 
 def leaving(how: str) -> Flags:
-    """Return the flags of offload ``how``."""
+    """Return the flags of activation offload ``how``."""
     flags = {
         "pipeline_activation_offload": how,
         "pipeline_costs": "f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
@@ -88,19 +88,19 @@ def leaving(how: str) -> Flags:
 @dataclass(frozen=True)
 class Case:
     """A run on emulated streams. On each of its ranks at least ``crossings`` accesses cross
-    streams, which is no more than half of what was counted."""
+    streams, which is at most half of the counted number."""
 
     run: Callable[[], None]
     crossings: int
 
     def run_emulated(self) -> None:
-        """Run it with streams; fails if a rank has found something."""
+        """Run the case with streams, and fail if a rank has a finding."""
         with streams(self.crossings):
             self.run()
 
 
 def training(ranks: int, schedule: str, *flags: Flags, **more: object) -> Callable[[], None]:
-    """Return a training on so many ranks, at PP 2."""
+    """Return a training on ``ranks`` ranks, at PP 2."""
     return functools.partial(_train, ranks, _flags(ranks, schedule, *flags, more))
 
 
@@ -122,8 +122,8 @@ def _train(ranks: int, flags: Flags) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "SMALL", 0)
         patch.setenv("BAD_GRADIENTS", json.dumps(BAD))
-        # These tests read them where Megatron logs, which post-validation puts into the next step:
-        # parameters are gathered by then, and nothing of a training reads them there.
+        # `_tables` reads parameters where Megatron logs, which post-validation moves into the next
+        # step. Parameters are being gathered by then, and a real training does not read them there.
         patch.setattr(megatron_runs, "_tables", lambda model: {})
         if flags.get("pipeline_costs") == "profile":
             flags = {**flags, "pipeline_costs": f"profile:{lasting_folder() / 'costs.json'}"}
@@ -141,7 +141,7 @@ def transformer_engine(version: str, schedule: str, *flags: Flags) -> Callable[[
 
 
 def _train_transformer_engine(version: str, flags: Flags) -> None:
-    on_cpu.fetch(version)  # here, where a test can be skipped
+    on_cpu.fetch(version)  # fetched here, where a test can be skipped
     build = functools.partial(provide, False, False, {})
 
     def on_rank(rank: int) -> None:
@@ -154,7 +154,7 @@ def _train_transformer_engine(version: str, flags: Flags) -> None:
 
 
 def callers_loop() -> None:
-    """Run a step of a caller that is no script of Megatron's, with a model of its own."""
+    """Run a step of a caller that is no Megatron script, with a model of its own."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="zb-v"):
@@ -167,7 +167,7 @@ def callers_loop() -> None:
 
 
 def failed_step(instances: int) -> None:
-    """Train on after a step that has failed while its gradients are reduced."""
+    """Continue a training after a step that failed while its gradients were being reduced."""
     with pytest.MonkeyPatch.context() as patch:
         use_einops(patch)
         means_after_a_failed_step(instances)
@@ -201,7 +201,8 @@ def _forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return output, lambda output: (output.mean(), {"loss": output.mean().item()})
 
 
-# By day. Each feature is in one of them, and so is each wait of ours that a trace can show.
+# By day. Each feature is in one of these cases, and so is each of this project's waits that a trace
+# can show.
 CASES: dict[str, Case] = {
     "zb-h1, experts, shared ones on a stream of theirs, offload full": Case(
         training(2, "zb-h1", MIXTURE, SIDE_STREAM, leaving("full")), 1000
@@ -209,8 +210,8 @@ CASES: dict[str, Case] = {
     "zb-v, tensor and sequence parallel, offload half": Case(
         training(4, "zb-v", SEQUENCE, leaving("half")), 1000
     ),
-    # Tables were gathered for the passes of the vocabulary, and again with the other parameters of
-    # their chunk, beside these passes.
+    # Tables used to be gathered for the passes of the vocabulary, and a second time with the other
+    # parameters of their chunk, during these passes.
     "zb-v, vocabulary 2, offload fit, reductions and gathers overlapped": Case(
         training(4, "zb-v", UNTIED, OVERLAPS, leaving("fit"), pipeline_vocab_parallel=2), 500
     ),
@@ -238,7 +239,7 @@ CASES: dict[str, Case] = {
     "a failed step, two optimizer instances": Case(functools.partial(failed_step, 2), 1),
 }
 
-# At night. With experts in a latent space operands of W are made on the stream of the all-to-all.
+# At night. With experts in a latent space, operands of W are computed on the all-to-all's stream.
 AT_NIGHT: dict[str, Case] = {
     "zb-v, Transformer Engine's stand-ins, pairs with experts in a latent space": Case(
         transformer_engine(on_cpu.VERSIONS[-1], "zb-v", PAIRS, {"moe_latent_size": 16}), 500
@@ -280,7 +281,7 @@ _KINDS: tuple[Mapping[str, Flags], ...] = (
 
 
 def night_cases() -> dict[str, Case]:
-    """Return cases in which each family meets each setting that goes with it."""
+    """Return cases in which each family meets each setting that it can be combined with."""
     product = [
         (entry, *settings)
         for entry in entries().values()
@@ -309,16 +310,18 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
         or ("pairs" in options and not entry.traits.keeps_pairs)
         or ("steps_overlap" in options and not _gains_by_validation(entry, options))
         or ("vocab_parallel" in options and place.name not in ("line", "v"))
-        or ("fits" in settings and place.chunks == 1)  # too little leaves for its limit
-        or {"pairs", "recompute"} <= {*settings}  # which Megatron refuses
-        or {"post-validation", "recompute"} <= {*settings}  # steps of some do not overlap then
+        # too little can be offloaded to fit its limit
+        or ("fits" in settings and place.chunks == 1)
+        or {"pairs", "recompute"} <= {*settings}  # Megatron refuses both together
+        # some families' steps do not overlap then
+        or {"post-validation", "recompute"} <= {*settings}
         or {"post-validation", "experts"} <= {*settings}
         or {"post-validation", "experts of two ranks"} <= {*settings}
     )
 
 
 def _gains_by_validation(entry: FamilyEntry, options: Set[str]) -> bool:
-    """Whether steps overlap on two ranks: a loop's do not, nor those with an R."""
+    """Return whether steps overlap on two ranks: on a loop they do not, nor with an R."""
     return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in options
 
 

@@ -1,12 +1,13 @@
 """Vector clocks of emulated streams and of the host.
 
 A stream runs its operations in order. An operation of one stream is ordered before one of another
-only if a wait says so. The clock of a stream holds, by stream, the number of operations that are
-ordered before whatever this stream is given next:
+only if a wait says so. For each stream, the clock of a stream holds the number of operations that
+are ordered before the next operation of the clock's stream:
 
     is_ordered(s, other, time)  <=>  clock(s)[other] >= time
 
-The host has a clock, too: what it has waited for is ordered before all that it launches later.
+The host has a clock, too: operations that it has waited for are ordered before all that it launches
+later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Clock = dict[int, int]
 
 
 class Clocks:
-    """Clocks of all streams of a rank, which are numbered as they are made."""
+    """Clocks of all streams of a rank, which are numbered in the order of their creation."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -42,11 +43,11 @@ class Clocks:
         return time
 
     def snapshot(self, stream: int) -> Clock:
-        """Return what an event that is recorded on ``stream`` now stands behind."""
+        """Return the clock of an event that is recorded on ``stream`` now."""
         return self._clocks[stream].copy()
 
     def wait(self, stream: int, behind: Clock) -> None:
-        """Let what ``stream`` is given from now on run after ``behind``."""
+        """Let all later work of ``stream`` run after ``behind``."""
         _join(self._clocks[stream], behind)
 
     def wait_on_host(self, behind: Clock) -> None:

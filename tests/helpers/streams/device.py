@@ -1,7 +1,7 @@
 """An emulated device: streams, events and the current stream of each thread.
 
-`cuda_names` are the names of torch.cuda that stand for them. Everything runs at once on the CPU and
-in the host's order; what is kept is who waits for whom.
+`cuda_names` are the replacements for names of torch.cuda. Everything runs at once on the CPU, in
+the host's order; the device only records which stream waits for which.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Device:
         self._threads.current = stream
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
-        """Make ``stream`` the current one; it may be entered several times."""
+        """Return a context in which ``stream`` is the current one; it may be entered several
+        times."""
         return _Current(self, stream)
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """Let ``stream`` wait for all that ``other`` was given so far."""
+        """Let ``stream`` wait for all work that ``other`` has been given so far."""
         if stream != other:
             self.clocks.wait(stream, self.clocks.snapshot(other))
 
@@ -55,14 +56,14 @@ class Device:
         self.clocks.wait_on_host(self.clocks.snapshot(stream))
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """`Tensor.record_stream`."""
+        """Stand in for `Tensor.record_stream`."""
         self.storages.record_stream(tensor, self.number_of(stream))
 
     def number_of(self, stream: Any) -> int:
-        """Return the number of ``stream``; fails if it is none of this device's streams.
+        """Return the number of ``stream``; fail if the stream does not belong to this device.
 
-        A class may remember a stream of an earlier device, or a mock of one: its waits would be
-        lost in silence.
+        A class may keep a stream of an earlier device, or a mocked one, and its waits would be lost
+        silently.
         """
         assert isinstance(stream, EmulatedStream) and stream.device is self, (
             f"{stream!r} is not a stream of this emulated device"
@@ -71,7 +72,7 @@ class Device:
 
 
 class EmulatedStream:
-    """`torch.cuda.Stream` of ``device``, or the one of a given number."""
+    """`torch.cuda.Stream` of ``device``: a new stream, or the one with a given number."""
 
     device: ClassVar[Device]
     event_type: ClassVar[type[EmulatedEvent]]
@@ -109,7 +110,7 @@ class EmulatedStream:
         self.device.synchronize(self.number)
 
     def query(self) -> bool:
-        """Say that all has ended, which the host knows from now on."""
+        """Return True and let the host wait, so that it knows that all work has ended."""
         self.synchronize()
         return True
 
@@ -137,7 +138,7 @@ class EmulatedEvent:
             self.device.clocks.wait_on_host(self._behind)
 
     def query(self) -> bool:
-        """Say that all has ended, which the host knows from now on."""
+        """Return True and let the host wait, so that it knows that all work has ended."""
         self.synchronize()
         return True
 
@@ -149,7 +150,7 @@ class EmulatedEvent:
 
 
 class _Current(contextlib.AbstractContextManager[None]):
-    """A stream that is the current one within."""
+    """A context in which a stream is the current one."""
 
     def __init__(self, device: Device, stream: int) -> None:
         self._device, self._stream = device, stream
@@ -164,7 +165,7 @@ class _Current(contextlib.AbstractContextManager[None]):
 
 
 def cuda_names(device: Device) -> dict[str, Any]:
-    """Return names of torch.cuda with what they mean on ``device``."""
+    """Return names of torch.cuda with their replacements on ``device``."""
     event_type = type("Event", (EmulatedEvent,), {"device": device})
     own = {"device": device, "event_type": event_type}
     stream_type: Any = type("Stream", (EmulatedStream,), own)

@@ -1,27 +1,29 @@
 """Streams emulated on the CPU, in ranks that are forked meanwhile.
 
-What it misses:
+The emulation misses:
 
-- What a kernel does inside, and the temporary memory of one; graph capture; streams of libraries
-  (Transformer Engine's, DeepEP's); NCCL's channels, and what it batches.
-- Operations of other threads than the main one; tensor hooks, which run before the hook that tells
-  of their node; what the host reads of a copy that is on its way to it. Host and device tensors
-  look alike here: only offload's buffers are known for host memory, and `.to("cpu")` copies
-  nothing. What is done on a GPU alone does not run: the metrics' stream, copies of
-  post-validation's snapshot to the host, the host's waits for a pass some passes ago.
-- Memory in cycles of references is never given back: the garbage collector is off, as its moments
-  depend on all that the process has done before.
-- Tensors of a collective that gloo is the last to refer to are given back by a thread of gloo's,
-  somewhat later than on a GPU. More may be ordered then: a finding may be missed, none is invented.
-- It follows one order of the host, in which what happens to be ordered counts as ordered. It says
-  nothing of deadlocks: for those see the other modes of `tests.helpers.adversary`.
+- The inside of a kernel, and its temporary memory; graph capture; streams of libraries (Transformer
+  Engine's, DeepEP's); NCCL's channels, and its batches.
+- Operations of threads other than the main one; tensor hooks, which run before the hook that tells
+  of their node; reads by the host from a copy that is still on its way. Host and device tensors
+  look alike: only offload's buffers are known to be host memory, and `.to("cpu")` copies nothing.
+  Code that runs only with a GPU does not run: the metrics' stream, copies of post-validation's
+  snapshot to the host, and the host's waits for a pass some passes ago.
+- Memory in cycles of references, which is never freed: the garbage collector is off, as the moments
+  at which it runs depend on everything that the process has done before.
+- The exact time at which the tensors of a collective are freed if gloo has the last reference: a
+  thread of gloo frees them a little later than on a GPU. More may be ordered then, so a finding may
+  be missed, but none is invented.
+- Other orders of the host: accesses that happen to be ordered in this one count as ordered. The
+  emulation says nothing about deadlocks; for those see the other modes of
+  `tests.helpers.adversary`.
 
-What it takes more strictly than torch: the next allocation counts, whatever its size; a view whose
-elements lie apart counts for all bytes between them; a work of NCCL's that is never waited for
-keeps no memory. In what runs today that has found nothing which is not one.
+It is stricter than torch in three ways: the next allocation counts, whatever its size; a view with
+gaps between its elements counts for all bytes between them; a work of NCCL's that is never waited
+for keeps no memory alive. In the code that runs today this has led to no false finding.
 
-What has looked like a finding, and is none: gloo's own operations on tensors, which are ignored;
-and what tests read of a model where Megatron logs, while its parameters are gathered.
+Two things have looked like findings, and are none: gloo's own operations on tensors, which are
+ignored, and reads of a model by tests where Megatron logs, while its parameters are being gathered.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from tests.helpers.streams.groups import EmulatedGroups
 from tests.helpers.streams.host import EmulatedCopies, pageable
 from tests.helpers.streams.operations import Operations
 
-# Modules that do something for tensors of a GPU alone.
+# Modules with code that only runs for tensors of a GPU.
 _ASK_FOR_A_GPU = {
     "megatron_ext.adapter.pairs.planned_stage",
     "megatron.core.pipeline_parallel.combined_1f1b",
@@ -66,12 +68,11 @@ _ASK_FOR_A_GPU = {
 
 @contextlib.contextmanager
 def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None]:
-    """Have ranks that are forked meanwhile run on an emulated device.
+    """Let ranks that are forked meanwhile run on an emulated device.
 
-    A rank of several fails in the end if something was found, and if fewer than ``at_least``
-    accesses crossed streams; one that is alone is the world that others run in. Into the folder
-    ``traces`` each rank writes its allocations, a pickled list of `storages.Event`, as
-    ``<rank>.pkl``.
+    A rank of several fails at its end if there is a finding, or if fewer than ``at_least`` accesses
+    crossed streams. A rank that is alone only forks the other ranks. Each rank writes its
+    allocations to the folder ``traces``, as a pickled list of `storages.Event` in ``<rank>.pkl``.
     """
     device = Device()
     engine = Engine(device)
@@ -110,12 +111,12 @@ def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None
 
 
 def _replace_torch(patch: pytest.MonkeyPatch, device: Device, groups: EmulatedGroups) -> None:
-    """Have torch, and the platform without a GPU, give their work to ``device``."""
+    """Let torch, and the platform without a GPU, give their work to ``device``."""
     names = cuda_names(device)
     for name, meaning in names.items():
         patch.setattr(torch.cuda, name, meaning)
     _replace_platform(patch, device, names)
-    # Measured costs decide about programs: by a clock that counts, these are the same in each run.
+    # Measured costs decide about programs. With a clock that counts, they are the same in each run.
     count = itertools.count()
     patch.setattr(recording.HostClock, "record_event", lambda clock: float(next(count)))
     patch.setattr(torch.UntypedStorage, "resize_", watch_resizes(device))
@@ -129,7 +130,8 @@ def _replace_torch(patch: pytest.MonkeyPatch, device: Device, groups: EmulatedGr
 
 
 def _replace_platform(patch: pytest.MonkeyPatch, device: Device, names: dict[str, Any]) -> None:
-    """Have the platform without a GPU take ``names`` of torch.cuda, and keep `record_stream`."""
+    """Let the platform without a GPU use ``names`` of torch.cuda, and not replace
+    `record_stream`."""
     cuda_names_of_cpu, patches, on_host = cpu._cuda_names, cpu.patches, cpu._on_host
     patch.setattr(cpu, "_cuda_names", lambda: cuda_names_of_cpu() | names)
     patch.setattr(
@@ -142,7 +144,7 @@ def _replace_platform(patch: pytest.MonkeyPatch, device: Device, names: dict[str
         device.record_stream(tensor, stream)
 
     def moved_to_host(original: Any, tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
-        if isinstance(tensor, Tensor):  # a copy, which the CPU leaves out
+        if isinstance(tensor, Tensor):  # a copy that the CPU does not make
             stream = device.current
             time = device.clocks.launch(stream)
             device.storages.access(tensor, stream, time, "a copy to the host", writes=False)

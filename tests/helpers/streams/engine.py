@@ -1,19 +1,19 @@
-"""Streams of autograd's engine, as it has them for a device (`Node::stream` in node.h,
-`Engine::evaluate_function` and `GraphTask::exec_post_processing` in engine.cpp, `InputBuffer::add`
-in input_buffer.cpp; as of torch 2.9, whose rules these are since):
+"""The streams of autograd's engine on a device, by the rules of torch since 2.9 (`Node::stream` in
+node.h, `Engine::evaluate_function` and `GraphTask::exec_post_processing` in engine.cpp,
+`InputBuffer::add` in input_buffer.cpp):
 
-- A node runs on the stream that was current when it was made. An AccumulateGrad is made when its
-  leaf is first used, and lives as long as anybody keeps it.
-- Before it runs, its stream waits for each gradient: for an event that was recorded where, and
-  when, the gradient was made. If that is another stream, the gradient's memory is recorded for the
-  node's.
+- A node runs on the stream that was current when it was created. An AccumulateGrad is created when
+  its leaf is first used, and lives as long as something refers to it.
+- Before a node runs, its stream waits for each gradient: for an event that was recorded where and
+  when the gradient was computed. If that is another stream, the gradient's memory is recorded for
+  the node's stream.
 - Two gradients of one input are added on the stream of the node that takes them, which waits for
   both.
-- The gradients that the caller gives were made on the stream that is current then. In the end that
-  stream waits for those on which leaves were run.
+- Gradients that the caller passes count as computed on the stream that is current at the call. At
+  the end that stream waits for the streams on which leaves were run.
 
-On the CPU the engine runs nodes on the calling thread and in the same order. Hooks of each node
-tell when it begins and ends; what is dispatched between two nodes are the additions.
+On the CPU the engine runs nodes on the calling thread, in the same order. Hooks of each node tell
+when it begins and ends; operations that are dispatched between two nodes are the additions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.helpers.streams.clocks import Clock
 from tests.helpers.streams.device import Device
 
-# Older versions of torch do not tell when a node is made.
+# Older versions of torch do not tell when a node is created.
 TELLS_OF_NODES = hasattr(torch.autograd.graph, "node_creation_hook")
 
 
@@ -45,7 +45,7 @@ _Input = tuple[_Node, int]  # an input of a node
 
 @dataclass
 class _Ready:
-    """A gradient that has been made on ``stream``, behind ``event``."""
+    """A gradient that was computed on ``stream``, before ``event``."""
 
     stream: int
     event: Clock
@@ -57,7 +57,7 @@ class _Task:
 
     ready: dict[_Input, _Ready] = field(default_factory=dict)
     leaf_streams: set[int] = field(default_factory=set)
-    additions: deque[int] = field(default_factory=deque)  # streams of those that come now
+    additions: deque[int] = field(default_factory=deque)  # streams of the additions that come next
     is_between: bool = True  # no node runs
     node: str = ""
 
@@ -81,7 +81,7 @@ class Engine:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hook nodes that this thread makes, and stand in for torch's engine."""
+        """Add hooks to nodes that this thread creates, and stand in for torch's engine."""
         torch.autograd.Variable._execution_engine = self  # type: ignore[assignment]
         self.is_watching = True
         try:
@@ -130,7 +130,8 @@ class Engine:
             node.register_hook(lambda outputs, inputs: self._end(made, following, outputs))
 
     def _known(self, node: Any) -> _Node:
-        """The notes on a node stand in its own metadata, which lives as long as it does."""
+        """Return the record of ``node``. It is kept in the node's own metadata, which lives as long
+        as the node."""
         made = node.metadata.get(_KEY)
         if made is None:
             made = node.metadata[_KEY] = _Node(node.name(), self._device.current)
@@ -158,7 +159,7 @@ class Engine:
         task.is_between, task.node = True, ""
 
     def _add(self, task: _Task, taken: _Input, gradient: Tensor | None, producer: int) -> None:
-        """`InputBuffer::add`."""
+        """Stand in for `InputBuffer::add`."""
         consumer, clocks = taken[0].stream, self._device.clocks
         event = clocks.snapshot(producer)
         if consumer != producer and gradient is not None:
@@ -172,7 +173,7 @@ class Engine:
         if consumer != before.stream:
             clocks.wait(consumer, before.event)
         task.additions.append(consumer)
-        task.ready[taken] = _Ready(consumer, event)  # which the consumer need not wait for
+        task.ready[taken] = _Ready(consumer, event)  # the consumer need not wait for it
 
 
 _KEY = "emulated stream"

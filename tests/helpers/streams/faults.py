@@ -1,13 +1,13 @@
-"""Faults seeded by themselves: each wait of ours, and each `record_stream`, taken out in turn.
+"""Seeded faults: each of this project's waits and each `record_stream` is removed in turn.
 
-A call of these in our sources is a site, known by its file, function and text, so that other lines
-may move. Seeding swaps the code of its function in this process for one in which no stream waits
-there: ranks that are forked meanwhile run that. gloo's own works are still waited for, as numbers
-that have not come would end the run before it has shown anything.
+Such a call in our sources is a site, identified by its file, function and text, so that other lines
+may move. Seeding a fault replaces the code of its function in this process by code in which no
+stream waits there; ranks that are forked meanwhile run it. Works of gloo are still waited for, as
+numbers that have not arrived would end the run before it shows anything.
 
-A host's wait orders nothing on a stream that uses the same memory, so it is no site: a wait in the
-places of `HOST_WAITS`; a wait with a timeout, which is for threads and stores; and `synchronize`,
-with which a host reads a time, bounds its lead over the device or lets go of host memory.
+A wait of the host orders nothing on a stream that uses the same memory, so it is no site: a wait
+listed in `HOST_WAITS`; a wait with a timeout, which is for threads and stores; and `synchronize`,
+with which a host reads a time, bounds its lead over the device or frees host memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WITH_ARGUMENTS = {"wait_event", "wait_stream", "record_stream"}
 
 @dataclass(frozen=True)
 class Site:
-    """A call in ``function``, the outermost one, or its class's, that stands at ``line``."""
+    """A call at ``line`` of ``function``, which is an outermost function or a method."""
 
     file: str
     function: str
@@ -67,14 +67,14 @@ class Site:
         return f"{self.file} {self.function}: {self.text}"
 
     def taken_out(self) -> contextlib.AbstractContextManager[None]:
-        """Let no stream wait there meanwhile."""
+        """Return a context in which no stream waits at this site."""
         tree = _Without(self).visit(ast.parse((ROOT / self.file).read_text()))
         return _swapped(self.file, self.function, tree)
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change to a function: ``old``, which stands there once, becomes ``new``."""
+    """A change to a function: ``old``, which occurs there once, becomes ``new``."""
 
     file: str
     function: str
@@ -82,7 +82,7 @@ class Edit:
     new: str
 
     def made(self) -> contextlib.AbstractContextManager[None]:
-        """Have the function changed meanwhile."""
+        """Return a context in which the function is changed."""
         text = (ROOT / self.file).read_text()
         assert text.count(self.old) == 1, f"{self.file} has changed"
         return _swapped(self.file, self.function, ast.parse(text.replace(self.old, self.new)))
@@ -106,7 +106,7 @@ def calls() -> tuple[Site, ...]:
 
 
 def _is_site(call: ast.Call) -> bool:
-    """Whether ``call`` lets a stream wait, or a host in one of `HOST_WAITS`."""
+    """Return whether ``call`` lets a stream wait, or a host in one of `HOST_WAITS`."""
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr in _WITH_ARGUMENTS:
@@ -161,8 +161,8 @@ class _Without(ast.NodeTransformer):
 
 
 def end(waited_for: Any) -> None:
-    """Stand in for a call that was taken out: wait for gloo alone."""
-    for work in getattr(waited_for, "works", [waited_for]):  # of a batch of collectives
+    """Stand in for a removed call: wait only for gloo."""
+    for work in getattr(waited_for, "works", [waited_for]):  # the works of a batch of collectives
         if isinstance(work, EmulatedWork):
             work.end()
 
@@ -187,7 +187,7 @@ def _function(file: str, function: str) -> Any:
         found = inspect.getattr_static(found, name)
     if isinstance(found, property):
         return found.fget
-    return getattr(found, "__func__", found)  # of a staticmethod, or a classmethod
+    return getattr(found, "__func__", found)  # the function of a staticmethod or a classmethod
 
 
 def _code_of(code: types.CodeType, name: str) -> types.CodeType:

@@ -1,4 +1,4 @@
-"""Findings of a rank and the accesses that crossed streams in order, both counted."""
+"""Findings of a rank, and its accesses that crossed streams in order, both counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Findings:
     crossings: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def add(self, text: str) -> None:
-        """Note a finding, and who has just done what shows it."""
+        """Add a finding, with the place in the sources that has led to it."""
         self.found[f"{text} (found at {caller()})"] += 1
 
     def check(self, at_least: int) -> None:

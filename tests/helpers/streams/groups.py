@@ -1,14 +1,14 @@
-"""Process groups with streams of their own, as NCCL's have.
+"""Process groups with streams of their own, like NCCL's.
 
-A collective, or a message, begins behind all that the current stream was given when it is called;
-`Work.wait` makes the stream that is current then wait for it. A group has a stream for its
-collectives and one for the messages with each of its ranks. A group that is aborted has ended all
-it was given. Until the wait the work keeps its tensors alive, as NCCL's does
-(`stashed_for_allocator_safety_`): what is resized meanwhile is not safe. Here a work that is
-dropped keeps nothing; NCCL's watchdog would keep it longer, and no program may rely on that. A call
-that is not known here fails.
+A collective or a message begins after all work that the current stream has been given when it is
+called. `Work.wait` makes the stream that is current at the wait wait for it. A group has a stream
+for its collectives, and one for the messages with each of its ranks. All work of an aborted group
+has ended. Until the wait, the work keeps its tensors alive, as NCCL's does
+(`stashed_for_allocator_safety_`); storages that are resized meanwhile are not safe. A work that is
+dropped keeps nothing here. NCCL's watchdog would keep it longer, but no program may rely on that. A
+call that this module does not know fails.
 
-Groups of hosts have no streams: gloo's, made for tensors of the host.
+Groups of hosts have no streams: they are gloo's, created for tensors of the host.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _from_root(group: Any, tensors: Any, options: Any, *unused: Any) -> _Uses:
     return (_reads if group.rank() == root else _writes)(group, tensors)
 
 
-# What a method of a group does with its arguments. In a reduction all ranks write: where one does
-# not, nobody may count on it.
+# By method of a group, the function that tells how it uses its arguments. In a reduction all ranks
+# write: if one does not, no program may rely on its tensor.
 _COLLECTIVES: Mapping[str, Callable[..., _Uses]] = {
     "broadcast": _from_root,
     "allreduce": _writes,
@@ -83,7 +83,7 @@ _COLLECTIVES: Mapping[str, Callable[..., _Uses]] = {
 }
 _MESSAGES: Mapping[str, Callable[..., _Uses]] = {"send": _reads, "recv": _writes}
 
-# Hosts wait there, or learn something.
+# Methods at which hosts wait or learn something.
 _HARMLESS = {
     "BackendType",
     "_add_ephemeral_timeout",
@@ -132,11 +132,11 @@ class EmulatedGroups:
 
     @property
     def is_calling(self) -> bool:
-        """Whether this thread is in gloo, whose own operations on tensors are no GPU's."""
+        """Whether this thread is in gloo, whose own operations on tensors do not exist on a GPU."""
         return getattr(self._threads, "is_calling", False)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Return what stands in for the methods of `ProcessGroup`."""
+        """Return the replacements for the methods of `ProcessGroup`."""
         stand_ins = {}
         for name in dir(dist.ProcessGroup):
             method = getattr(dist.ProcessGroup, name)
@@ -151,7 +151,8 @@ class EmulatedGroups:
         return stand_ins
 
     def made_for_hosts(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``make``, which makes groups by keys, with the groups noted as groups of hosts."""
+        """Return ``make``, which creates groups by keys, with its groups recorded as groups of
+        hosts."""
 
         def made(*args: Any, **more: Any) -> Any:
             groups = make(*args, **more)
@@ -226,7 +227,7 @@ def _unknown(name: str) -> Callable[..., Any]:
 
 
 class EmulatedWork:
-    """A `Work`, which may be waited for twice."""
+    """A `Work` that may be waited for twice."""
 
     def __init__(
         self, work: Any, groups: EmulatedGroups, end: Clock, stashed: Sequence[Tensor]
@@ -248,7 +249,7 @@ class EmulatedWork:
         return True
 
     def end(self, *timeout: Any) -> None:
-        """Return when gloo has moved what it moves. No stream has waited for it then."""
+        """Return when gloo has moved the data. No stream has waited for it by then."""
         if not self._has_ended:
             self._groups.call(self._work.wait, *timeout)
             self._has_ended = True

@@ -14,7 +14,7 @@ from tests.helpers.streams.storages import Memory
 
 
 class EmulatedCopies(CudaCopies):
-    """The copies of a GPU, by emulated streams."""
+    """The copies of a GPU, on emulated streams."""
 
     def __init__(self, device: Device, of: torch.device) -> None:
         super().__init__(of)
@@ -29,11 +29,12 @@ class EmulatedCopies(CudaCopies):
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """The driver waits for nothing when it forgets memory: the buffer's end is checked."""
+        """Do nothing: the driver does not wait when it unregisters memory, and the end of the
+        buffer is checked."""
 
 
 def pageable(device: Device, size: int) -> Tensor:
-    """`whole_pages`, noted as memory that is not pinned."""
+    """Return `whole_pages`, recorded as memory that is not pinned."""
     buffer = whole_pages(size)
     device.storages.place_on_host(buffer.untyped_storage(), Memory.PAGEABLE)
     return buffer

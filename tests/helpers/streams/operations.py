@@ -1,8 +1,8 @@
 """Operations of torch, each on the current stream of its thread.
 
-An operation's schema says what it reads and writes, as for `torch.cuda._sanitizer`. Views touch no
-memory. Some operations make the host wait for the stream: reading a number, and a copy to or from
-host memory that is not pinned.
+The schema of an operation says what it reads and writes, as for `torch.cuda._sanitizer`. Views
+access no memory. Some operations make the host wait for the stream: reading a number, and copying
+to or from host memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.helpers.streams.engine import Engine
 from tests.helpers.streams.groups import EmulatedGroups
 from tests.helpers.streams.storages import Memory
 
-# Of factories that take a tensor its sizes alone matter.
+# Factories that use only the sizes of their tensor argument.
 _FACTORY = re.compile(r"aten::(new_.*|.*_like)")
 
-# The host needs a number of theirs.
+# Operations from which the host needs a number.
 _WAITED_FOR = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -32,7 +32,7 @@ _WAITED_FOR = {
     "aten::nonzero",
 }
 
-# Hosts wait there for one another, and no stream does.
+# Operations at which hosts wait for one another, and no stream does.
 _OF_HOSTS = {"c10d::barrier", "c10d::monitored_barrier_"}
 
 

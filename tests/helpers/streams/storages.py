@@ -1,13 +1,13 @@
-"""Accesses of streams to storages, and the storages' memory.
+"""Accesses of streams to storages, and the memory of these storages.
 
-Two accesses to the same bytes, one of which writes, must be ordered. And memory that was given back
-is handed out again, by the allocator of the stream that it was allocated for, as soon as anything
-is allocated there: whatever another stream has done with it must be ordered before that allocation.
-Or `record_stream` must have named a stream: then the allocator waits for what that stream was given
-until the memory was given back.
+Two accesses to the same bytes, one of which writes, must be ordered. Freed memory is handed out
+again by the allocator of the stream for which it was allocated, at the next allocation there.
+Everything that another stream has done with it must be ordered before that allocation, unless
+`record_stream` has named the other stream: then the allocator waits for the work that this stream
+was given until the memory was freed.
 
 The next allocation counts, whatever its size: a block that no tensor of this run would have got may
-be handed out in another one.
+be handed out in another run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.streams.clocks import Clocks
 from tests.helpers.streams.findings import Findings
 
 _Range = tuple[int, int, int]  # stream, first byte, byte after the last
-_Use = tuple[int, str]  # time, and what did it
+_Use = tuple[int, str]  # time, and the name of the operation
 
 
 class Memory(enum.Enum):
@@ -41,7 +41,7 @@ class _State:
     """State of one storage.
 
     Attributes:
-        stream: the stream that it was allocated for.
+        stream: the stream for which it was allocated.
         recorded: the streams that `record_stream` has named since.
         foreign: the last use by each other stream.
     """
@@ -63,8 +63,8 @@ class _State:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """A reference that knows the state of its storage. torch keeps the Python object of a storage
-    as long as the storage lives, whoever holds that, so the end is told when it comes."""
+    """A reference that has the state of its storage. torch keeps the Python object of a storage as
+    long as the storage lives, whatever holds it, so the callback comes when the storage ends."""
 
     __slots__ = ("key", "state")
     key: int
@@ -84,7 +84,8 @@ class Event:
 
 
 class Storages:
-    """All storages of a rank that any operation has touched. ``trace`` notes their allocations."""
+    """All storages of a rank that any operation has accessed. ``trace`` records their
+    allocations."""
 
     def __init__(self, clocks: Clocks, findings: Findings) -> None:
         self._clocks = clocks
@@ -93,13 +94,14 @@ class Storages:
         self._freed: defaultdict[int, list[tuple[int, _Use]]] = defaultdict(list)
         self._count = 0
         self.trace: list[Event] | None = None
-        self.place = ""  # what the rank is doing, for findings
+        self.place = ""  # the action that the rank runs, for findings
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._references
 
     def access(self, tensor: Tensor, stream: int, time: int, what: str, *, writes: bool) -> None:
-        """Note that an operation on ``stream`` reads or writes ``tensor``, and check its order."""
+        """Record that an operation on ``stream`` reads or writes ``tensor``, and check its
+        order."""
         if tensor.numel() == 0:
             return
         state = self._state(tensor.untyped_storage())
@@ -115,28 +117,29 @@ class Storages:
             state.foreign[stream] = use
 
     def allocate(self, storage: torch.UntypedStorage, stream: int) -> None:
-        """Note that ``storage`` is new, and allocated for ``stream``."""
+        """Record that ``storage`` is new, and allocated for ``stream``."""
         self._reuse(stream)
         self._add(storage, stream, Memory.DEVICE)
 
     def place_on_host(self, storage: torch.UntypedStorage, memory: Memory) -> None:
-        """Note that ``storage`` lies on the host."""
+        """Record that ``storage`` is on the host."""
         self._add(storage, 0, memory)
 
     def memory_of(self, tensor: Tensor) -> Memory:
-        """Return where ``tensor`` lies."""
+        """Return the kind of memory of ``tensor``."""
         reference = self._references.get(tensor.untyped_storage()._cdata)
         return Memory.DEVICE if reference is None else reference.state.memory
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        """Have the allocator keep the memory of ``tensor`` until ``stream`` is done with it."""
+        """Let the allocator keep the memory of ``tensor`` until ``stream`` has finished with it."""
         state = self._state(tensor.untyped_storage())
         if stream != state.stream:
             state.recorded.add(stream)
             self._note("record", state, stream)
 
     def resize(self, storage: torch.UntypedStorage, size: int, stream: int) -> None:
-        """Note that ``storage`` gets another size: its memory goes back, or it gets new memory."""
+        """Record that ``storage`` gets another size: its memory is freed, and it may get new
+        memory."""
         state = self._state(storage)
         if state.memory is not Memory.DEVICE or size == state.size:
             return
@@ -150,7 +153,7 @@ class Storages:
             self._note("alloc", state, stream)
 
     def mark(self, note: str) -> None:
-        """Note in the trace that the rank begins ``note``."""
+        """Record in the trace that the rank begins ``note``."""
         self.place = note
         if self.trace is not None:
             self.trace.append(Event("mark", -1, 0, 0, note))
@@ -171,7 +174,7 @@ class Storages:
         return state
 
     def _end(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        """The storage has ended; any thread may tell."""
+        """Record that the storage has ended; any thread may call this."""
         assert isinstance(reference, _Reference)
         state = reference.state
         if self._references.get(reference.key) is not reference:
@@ -183,7 +186,8 @@ class Storages:
             self._free(state)
 
     def _free(self, state: _State) -> None:
-        """Give memory back: what the allocator will not wait for must be ordered by then."""
+        """Record freed memory with the uses that the allocator will not wait for, which must be
+        ordered before its next allocation."""
         self._note("free", state, state.stream)
         self._freed[state.stream] += (
             (stream, use)
@@ -192,7 +196,8 @@ class Storages:
         )
 
     def _check_on_host(self, state: _State) -> None:
-        """Host memory goes back to the system at once: no copy may still use it."""
+        """Check that no copy may still use host memory that is freed, as it returns to the system
+        at once."""
         for (stream, _, _), (time, what) in (*state.writes.items(), *state.reads.items()):
             if not self._clocks.has_ended_on_host(stream, time):
                 self._findings.add(
@@ -201,7 +206,7 @@ class Storages:
                 )
 
     def _reuse(self, stream: int) -> None:
-        """Something is allocated for ``stream``: it may get what was freed there."""
+        """Check the order of an allocation for ``stream``, which may get any memory freed there."""
         for other, (time, what) in self._freed.pop(stream, ()):
             if not self._clocks.is_ordered(stream, other, time):
                 self._findings.add(
@@ -242,7 +247,7 @@ class Storages:
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of bytes in its storage that ``tensor`` lies in."""
+    """Return the range of bytes of ``tensor`` in its storage."""
     size = tensor.element_size()
     low = int(tensor.storage_offset())
     last = low + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -250,7 +255,8 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _drop_within(uses: dict[_Range, _Use], low: int, high: int) -> None:
-    """Forget uses of bytes that are all written now: what follows the write follows them."""
+    """Forget uses of bytes that are all overwritten now: later accesses are ordered by the
+    write."""
     for key in list(_within(uses, low, high)):
         del uses[key]
 

@@ -241,7 +241,7 @@ def test_costs_that_cannot_be_estimated_are_equal_and_can_be_measured(tmp_path: 
     assert costs.held_bytes is not None and all(map(all, costs.seconds.values()))
 
 
-# --- a language model with an image encoder (tower) on the first stage
+# --- a language model with an image encoder on the first stage
 
 IMAGES = 4  # number of embeddings of an image, which come before the text
 TEXT = SEQUENCE - IMAGES

@@ -113,8 +113,8 @@ def test_a_new_order_makes_up_for_a_slow_link() -> None:
 
 
 def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
-    """The layout leaves room for an image encoder on the first stage also if the vocabulary is
-    split over the ranks.
+    """Layers are balanced with the time of an image encoder on the first stage, also if the
+    vocabulary is split over the ranks.
 
     With a split vocabulary, layers used to be balanced as if the encoder took no time.
     """
