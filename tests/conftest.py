@@ -1,5 +1,5 @@
-"""The order in which files run, how processes share the cores, what marks of tests claim, which
-skips are failures, how long searches take, and when garbage is looked for."""
+"""Hooks of all tests: the order in which files run, the cores that processes share, checks of marks
+and skips, short searches, and when garbage is collected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]  # hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# In pytest's cache: by file, the seconds that its tests took on this machine.
+# Key in pytest's cache of the seconds that the tests of each file took on this machine.
 SECONDS = "seconds of files"
 
 _seconds: defaultdict[str, float] = defaultdict(float)
@@ -40,9 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What is woken does not interrupt what runs. Else a rank that has just sent stands still with
-    # gloo's lock in its hand, and its thread that polls sockets spins on that lock: a tenth of the
-    # CPU time of tests with ranks. Where the system cannot do so, nothing changes.
+    # A process that wakes up does not interrupt one that runs. Otherwise a rank that has just sent
+    # would stop while it holds gloo's lock, and its thread that polls sockets would spin on that
+    # lock, which took a tenth of the CPU time of tests with ranks. If the system cannot do so,
+    # nothing changes.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -51,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Have garbage looked for in what tests make alone, and more rarely than Python does: imports
-    make a million objects, and hardly any garbage."""
+    """Collect only garbage of the tests, and more rarely than Python does: imports create a million
+    objects and hardly any garbage."""
     gc.disable()
     try:
         return (yield)
@@ -63,15 +64,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that took longest come first, so that no worker has one left when the others have
-    ended; before them those that have not run here, the one with most tests first."""
+    """Sort the files: those that have not run on this machine first, the ones with most tests
+    before others, and then the ones that took longest. So no worker starts a long file when the
+    others have ended."""
     seconds = known_seconds(config)
     tests = Counter(map(file_of, items))
     items.sort(key=lambda item: (-seconds.get(file_of(item), math.inf), -tests[file_of(item)]))
 
 
 def pytest_collection_finish() -> None:
-    """All files are imported: tests that fork ranks know what these need not look at."""
+    """Tell the module of trainings that all files are imported, so that forked ranks need not look
+    at their modules."""
     if runs := sys.modules.get("tests.helpers.megatron_runs"):
         runs.settle()
 
@@ -90,7 +93,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remember how long files took; a run of a few of a file's tests does not shorten it."""
+    """Store how long files took; a run of only some tests of a file does not shorten its time."""
     cache = getattr(session.config, "cache", None)
     if cache and _seconds and not hasattr(session.config, "workerinput"):
         known = known_seconds(session.config)
@@ -100,7 +103,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A mark ``covers`` does not hold where its feature ran in no training of the test."""
+    """Fail a test with a mark ``covers`` if the marked feature ran in none of its trainings."""
     if not any(pyfuncitem.iter_markers("covers")):
         return (yield)
     witnesses.begin_test()
@@ -118,7 +121,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture(autouse=True, scope="session")
 def small_searches() -> Iterator[None]:
-    """A test finds the same with numba as without, and compiles nothing."""
+    """Search with the small effort, so that a test finds the same with numba as without, and
+    compiles nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best, "effort", small_effort)
         yield

@@ -1,13 +1,14 @@
-"""Faults that the tests must catch: each is seeded in a copy of this checkout, and tests run there.
+"""Faults that the tests must catch: each is seeded in a copy of this checkout, where tests then
+run.
 
 python -m tests.faults                       # all of them: some ten minutes
 python -m tests.faults lost-wait early-free  # these
 python -m tests.faults --list
 
-Where tests are made fewer or faster, these say whether they still see what they saw: a wrong sign,
-a wrong microbatch, memory freed too early, a wait that is gone, a missing refusal. The exit code
-is 0 only when every fault was caught, by the tests that are named for it. The checkout is copied
-with its changes, as far as git knows the files.
+If tests are removed or made faster, these faults show whether the rest still catches the same
+errors: a wrong sign, a wrong microbatch, memory freed too early, a missing wait, a missing refusal.
+The exit code is 0 only if every fault was caught by the tests named for it. The copy has the
+checkout's changes, as far as git knows the files.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ PREDICTION = (
 
 @dataclass(frozen=True)
 class Fault:
-    """``old``, which stands in ``file`` once, becomes ``new``: one of ``tests`` fails then.
+    """A fault: ``old``, which occurs once in ``file``, becomes ``new``, and then one of ``tests``
+    must fail.
 
-    ``tests`` are arguments of pytest, files or the tests in one.
+    ``tests`` are arguments of pytest: files, or single tests of a file.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Fault:
 
 
 FAULTS = (
-    # ---- The proof, and what is said of a schedule before it runs
+    # --- the proof, and figures of a schedule before it runs
     Fault(
         "memory-never-given-back",
         f"{PROGRAM}/memory.py",
@@ -151,7 +153,7 @@ FAULTS = (
         "(back + there) * waves",
         ("tests/unit/families/test_v_families.py",),
     ),
-    # ---- What runs on a rank
+    # --- the runtime of a rank
     Fault(
         "a-send-that-nobody-waits-for",
         f"{RUNTIME}/stage_io.py",
@@ -236,7 +238,7 @@ FAULTS = (
         "other.squared_norm",
         ("tests/pipeline/features/test_post_validation.py",),
     ),
-    # ---- Megatron under it
+    # --- patches of Megatron
     Fault(
         "recomputed-uses-are-summed",
         f"{RUNTIME}/weight_gradients.py",
@@ -396,7 +398,7 @@ FAULTS = (
         "self._optimizer.step(keep=messages.is_last)",
         ("tests/patches/features/test_post_validation.py",),
     ),
-    # ---- Slices of packs
+    # --- slices of packed sequences
     Fault(
         "documents-attend-from-the-first-token",
         f"{ADAPTER}/slices/packs.py",
@@ -432,7 +434,7 @@ FAULTS = (
         "before[: len(gradient)] += gradient",
         (f"{PACKS}::test_losses_and_gradients_are_those_of_whole_packs",),
     ),
-    # ---- Prompts that answers share
+    # --- prompts that answers share
     Fault(
         "positions-that-go-on-in-the-next-answer",
         f"{SHARED}/rows.py",
@@ -475,7 +477,7 @@ FAULTS = (
         "number = None",
         (f"{PROMPTS}::test_autograd_saves_no_copy_of_a_prefix",),
     ),
-    # ---- Slices of sparse attention
+    # --- slices of sparse attention
     Fault(
         "queries-of-a-slice-as-the-first",
         f"{ADAPTER}/slices/sparse_attention.py",
@@ -490,7 +492,7 @@ FAULTS = (
         "coefficient",
         (SPARSE,),
     ),
-    # ---- Microbatches in another order, stages and ranks that differ
+    # --- microbatches in another order, stages and ranks that differ
     Fault(
         "ranks-that-swap-programs-at-other-steps",
         f"{ADAPTER}/step/pipeline_training.py",
@@ -551,7 +553,7 @@ FAULTS = (
 
 
 def copied(folder: Path) -> Path:
-    """This checkout as it is, of what git does not ignore."""
+    """Copy this checkout, with its changes and without ignored files, and return the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -572,7 +574,7 @@ def copied(folder: Path) -> Path:
 
 
 def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
-    """The test that failed in ``folder``, if one did."""
+    """Yield the test that failed in ``folder``, if one did."""
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
         cwd=folder,
@@ -585,7 +587,7 @@ def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
         raise RuntimeError(f"pytest has not run the tests:\n{ended.stdout[-3000:]}")
     lines = ended.stdout.splitlines()
     yield from (line.split(" - ")[0] for line in lines if line.startswith("FAILED "))
-    # A fixture that fails, whatever was seeded, would catch every fault.
+    # A fixture that fails in any case would seem to catch every fault.
     for line in lines:
         if line.startswith("ERROR "):
             raise RuntimeError(f"a test did not run: {line}\n{ended.stdout[-3000:]}")

@@ -1,11 +1,12 @@
-"""Faults that the cases on emulated streams must find: each wait of ours is taken out in turn.
+"""Faults that the cases on emulated streams must find: each of this project's waits is removed in
+turn.
 
 python -m tests.stream_faults                # all of them: some six minutes on two cores
-python -m tests.stream_faults copies.py      # those in whose name this stands
+python -m tests.stream_faults copies.py      # faults with this text in their names
 python -m tests.stream_faults --list
 
-A wait that no case needs is needless, or stands in `UNSEEN` with the reason. The exit code is 0
-only if every other fault was found: a rank of one of the cases has reported something.
+A wait that no case needs is either needless or listed in `UNSEEN` with a reason. The exit code is 0
+only if every other fault was found, that is, a rank of one of the cases has reported something.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.helpers.streams.findings import FOUND
 
 _OFFLOAD = "megatron_ext/features/offload/runtime/offload.py"
 
-# By the name of a site: why no trace shows it, and what would.
+# By the name of a site, why no trace shows it, and what would.
 UNSEEN: dict[str, str] = {
     f"{_OFFLOAD} OffloadedStep.abandon: transfer.wait()": (
         "a step that has failed, whose caller goes on: its activations live as long as its error, "
@@ -33,10 +34,11 @@ UNSEEN: dict[str, str] = {
     ),
 }
 
-# What was found and mended otherwise than by a wait: without these edits it is found again.
+# Faults that were found and fixed by something other than a wait: without these edits they are
+# found.
 MENDED: dict[str, tuple[Edit, ...]] = {
-    # Saved indices of the router have no tensor that lives. Brought back, and given up while the
-    # copy was under way, their memory was the next pass's, which the copy wrote to.
+    # The router's saved indices belong to no living tensor. If they were dropped while they were
+    # being copied back from the host, the next pass got their memory, and the copy overwrote it.
     "storages that no tensor refers to": (
         Edit(
             _OFFLOAD, "_Storages.take_exclusive", "                alive\n                and ", ""
@@ -52,7 +54,7 @@ MENDED: dict[str, tuple[Edit, ...]] = {
 
 
 def seen() -> dict[str, contextlib.AbstractContextManager[None]]:
-    """Return, by name, the faults that a case must see, to be entered once."""
+    """Return, by name, the faults that a case must find, as contexts to be entered once."""
     faults = {str(site): site.taken_out() for site in sites() if str(site) not in UNSEEN}
     return faults | {name: _all_made(edits) for name, edits in MENDED.items()}
 
@@ -66,7 +68,7 @@ def _all_made(edits: tuple[Edit, ...]) -> Iterator[None]:
 
 
 def found_by(fault: contextlib.AbstractContextManager[None]) -> str:
-    """Return the first case that finds something under ``fault``; empty if none does."""
+    """Return the first case that finds something under ``fault``, or an empty text."""
     with fault:
         for name, case in (CASES | AT_NIGHT).items():
             try:
@@ -81,7 +83,7 @@ def found_by(fault: contextlib.AbstractContextManager[None]) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep what ranks say from being printed."""
+    """Discard everything that ranks print."""
     sys.stdout.flush()
     saved = os.dup(1), os.dup(2)
     with open(os.devnull, "w") as nowhere:

@@ -1,11 +1,11 @@
-"""Record of the behaviour that must not change while files move, written and compared.
+"""A record of behaviour that must not change while files move: written, and compared.
 
 python -m tests.behaviour write|compare FOLDER [SUBJECT ...]
 
-The record of this repository lies in tests/records. ``compare`` prints the differences from it, and
-exits with 1 if there are any. After an intended change ``write`` renews the record, and git shows
-the change. It takes about a minute, and Megatron as scripts/environment.sh installs it, without
-Transformer Engine and without a GPU.
+The record of this repository is in tests/records. ``compare`` prints the differences from it, and
+exits with 1 if there are any. After an intended change, ``write`` renews the record, and git shows
+the change. It takes about a minute, and needs Megatron as scripts/environment.sh installs it,
+without Transformer Engine and without a GPU.
 """
 
 from __future__ import annotations

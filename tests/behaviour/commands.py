@@ -1,4 +1,4 @@
-"""Commands: what they say of themselves, and what they print."""
+"""Records of commands: their help texts and their output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PRINTED = (
     f"{_LINE} --pipeline-schedule zb-v",
     f"{_LINE} --pipeline-schedule zb-h9 --mock-dat",
 )
-_SETTINGS = (  # of which each has other patches
+_SETTINGS = (  # each has other patches
     "--pipeline-schedule 1f1b",
     "--pipeline-schedule zb-h1",
     "--pipeline-schedule zb-v",
@@ -52,7 +52,7 @@ _OF_THE_CLOCK = frozenset({"generation_seconds", "made in"})
 
 
 def helps() -> Subject:
-    """``--help`` of each command, and the flags of a training."""
+    """Return ``--help`` of each command, and the flags of a training."""
     names = typer.main.get_group(app).commands
     commands = ["", *(f"{name} " for name in names)]
     texts = {f"megatron-ext {name}--help": partial(run, f"{name}--help") for name in commands}
@@ -84,12 +84,14 @@ def _as_json(words: str) -> str:
 
 
 def _printed(words: str) -> str:
-    lines = run(words, with_stderr=words.startswith("plan")).splitlines()  # that has refusals
+    # the stderr of plan has its refusals
+    lines = run(words, with_stderr=words.startswith("plan")).splitlines()
     return "\n".join(line for line in lines if not line.startswith(tuple(_OF_THE_CLOCK)))
 
 
 def _data(words: str, left_out: Set[str]) -> str:
-    """A line a key, and a line an element of a list of objects. Floats have nine digits."""
+    """Return the data that ``words`` print, with a line for each key and for each element of a list
+    of objects. Floats have nine digits."""
     said = run(words, with_stderr=False)
     *status, printed = re.split(r"(?<=^exits with \d)\n", said, maxsplit=1)
     data = json.loads(

@@ -1,4 +1,5 @@
-"""The files we write, for small inputs. (Not pictures: matplotlib writes those.)"""
+"""Records of the files that commands write for small inputs, without pictures, which matplotlib
+writes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _SETTINGS = (
 )
 _DIVIDED = f"zb-h1 --pp 2 -m 2 {HEAD} --vocab-parallel 1"
 _WRITTEN = {
-    "csv": _SETTINGS,  # a divided vocabulary has no table
+    "csv": _SETTINGS,  # a split vocabulary has no table
     "program": (*_SETTINGS, _DIVIDED),
     "perfetto": (_SETTINGS[0], _SETTINGS[2], _DIVIDED),
 }

@@ -2,9 +2,9 @@
 
     python -m tests.behaviour.full_searches write|compare [--only WORDS]
 
-The other records shorten searches so that a day's tests can compare them. This one does not: it
-freezes what users get, on some sixty problems. It takes about half an hour of one core, and numba.
-A change of the search may better an entry or, where the commit says why, worsen it.
+The other records shorten searches so that the tests of the day can compare them. This one records
+what users get, on some sixty problems. It takes about half an hour of one core, and numba. A change
+of the search may improve an entry or, if the commit says why, make it worse.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _searched(words: str, packer: str) -> str:
 
 @contextmanager
 def _nothing_cached() -> Iterator[pytest.MonkeyPatch]:
-    """Work in an empty folder, without settings or searches of the user's."""
+    """Change to an empty folder, without settings or stored searches of the user."""
     with (
         tempfile.TemporaryDirectory() as folder,
         chdir(folder),

@@ -23,14 +23,16 @@ COSTS = "--costs f=10,i=12,w=8,comm=1"
 HEAD = f"{COSTS},output_layer=10/12/8,embedding=1/2"
 HOST = f"{COSTS},d2h=14,h2d=14"
 
-_PROGRESS = re.compile(r"^megatron-ext: .* so far\b.*\n", re.MULTILINE)  # after some seconds
+# printed after some seconds
+_PROGRESS = re.compile(r"^megatron-ext: .* so far\b.*\n", re.MULTILINE)
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 
 
 def run(command: str, *, with_stderr: bool = True) -> str:
-    """Return the output of ``megatron-ext`` without progress, beneath an exit status other than 0.
+    """Return the output of ``megatron-ext`` without progress, after an exit status other than 0.
 
-    ``with_stderr``: include stderr; else only if stdout is empty, as libraries warn on stderr.
+    ``with_stderr``: include stderr; otherwise it is included only if stdout is empty, as libraries
+    print warnings to stderr.
     """
     result = CliRunner().invoke(app, command.split())
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -38,19 +40,19 @@ def run(command: str, *, with_stderr: bool = True) -> str:
     status = f"exits with {result.exit_code}\n" if result.exit_code else ""
     text = result.output if with_stderr or not result.stdout else result.stdout
     plain = _PROGRESS.sub("", click.unstyle(text)).replace(str(Path.cwd()), "FOLDER")
-    plain = plain.replace(", ".join(GPUS), "GPUS")  # a new one is no change of the text
+    plain = plain.replace(", ".join(GPUS), "GPUS")  # a new GPU does not change the recorded text
     return status + plain.replace(sysconfig.get_path("purelib"), "SITE")
 
 
 def own_families() -> dict[str, str]:
-    """The Python files of docs/your-own-schedule.md, by name."""
+    """Return the Python files of docs/your-own-schedule.md, by name."""
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     return {block.splitlines()[0].removeprefix("# "): block for block in blocks}
 
 
 def write_inputs() -> None:
-    """Put what entries name into the working directory: costs with bytes, a table, families of a
-    user's, a folder with a trace, a script."""
+    """Write the files that entries name into the working directory: costs with bytes, a table,
+    families of a user, a folder with a trace, and a script."""
     costs = {"version": 2, "f": 10, "i": 12, "w": 8, "comm": 1, "origin": "measured: on a Monday"}
     held = {"activation": 2**30, "weight inputs": 2**29, "logits": 2**28, "message": 2**24}
     Path("bytes.json").write_text(json.dumps(costs | {"bytes": held, "output_layer": [10, 12, 8]}))
@@ -62,8 +64,8 @@ def write_inputs() -> None:
 
 
 def _write_trace(folder: Path) -> None:
-    """Two steps as a recorder gives them: passes alone, the second step's last one slow. (At times
-    that floats hold exactly.)"""
+    """Write two steps as a recorder would: only passes, with a slow last one in the second step, at
+    times that floats represent exactly."""
     made = program("zb-h1", line_problem(2, 3, 10, 12, 8, 1))
     simulated = simulate(made, made.problem.costs)
     passes = tuple(event for event in simulated.events if is_compute(event.action))

@@ -1,4 +1,5 @@
-"""The names that others use: of the package, and those that a family of a user's imports."""
+"""Records of the names that users import: those of the package, and those for a user's own
+family."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def _imports() -> str:
 
 
 def _described(thing: Any) -> str:
-    """How it is called and, of a class, what it has."""
+    """Return the signature of ``thing`` and, for a class, its members."""
     if isinstance(thing, type) and issubclass(thing, Exception):
         return f"{thing.__name__}: {', '.join(base.__name__ for base in thing.__bases__)}"
     lines = [f"{thing.__name__}{inspect.signature(thing)}"]

@@ -1,4 +1,5 @@
-"""Programs of families with sizes, costs, limits and settings, as `simulate` builds them."""
+"""Records of the programs of families with sizes, costs, limits and settings, as `simulate` builds
+them."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def programs() -> Subject:
 
 
 def _simulated(words: str) -> str:
-    """The program's digest, and figures of it that show what another one changes."""
+    """Return the digest of a program, with figures that show what another digest changes."""
     said = run(f"simulate {words} --json --program program.txt")
     if not said.startswith("{"):
         return said

@@ -1,4 +1,4 @@
-"""A record: what a subject's entries say, as text of which a diff tells what has changed."""
+"""A record of the entries of a subject, as text whose diff shows what has changed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 
 from tests.helpers.short_search import shorten_search
 
-# By entry, what says it. It is called in a `workplace`.
+# By entry, the function that returns its text. It is called in a `workplace`.
 Subject = Mapping[str, Callable[[], str]]
 Record = dict[str, str]
 
 _INDENT = "    "
-_LONG = 5_000  # characters of an entry, beyond which its long lines are cut
+_LONG = 5_000  # characters of an entry, beyond which its long lines are shortened
 _WIDE = 100
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[None]:
-    """An empty working directory, terminals 100 columns wide, no cache of the user's, v-auto's
-    search made short: what is said here does not depend on the machine."""
+    """Change to an empty folder, with terminals 100 columns wide, without caches of the user and
+    with short searches of v-auto, so that outputs do not depend on the machine."""
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
@@ -50,8 +50,8 @@ def digest(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    """``text`` without blanks at line ends; of a long one's long lines the beginning and a digest,
-    so that a diff shows which have changed."""
+    """Return ``text`` without blanks at line ends. In a long text, long lines are replaced by their
+    beginning and a digest, so that a diff shows which have changed."""
     lines = [line.rstrip() for line in text.splitlines()]
     if len(text) > _LONG:
         lines = [
@@ -61,7 +61,7 @@ def _shortened(text: str) -> str:
 
 
 def to_text(record: Record) -> str:
-    """The entries by name, each with its text indented beneath it."""
+    """Return the entries by name, each with its text indented below it."""
     lines = []
     for name, text in sorted(record.items()):
         lines += [name, *(f"{_INDENT}{line}".rstrip() for line in text.splitlines())]
@@ -69,7 +69,7 @@ def to_text(record: Record) -> str:
 
 
 def from_text(text: str) -> Record:
-    """The inverse of `to_text`."""
+    """Return the record in ``text``, which `to_text` has written."""
     entries: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(_INDENT):
@@ -80,7 +80,7 @@ def from_text(text: str) -> Record:
 
 
 def differences(before: Record, now: Record) -> list[str]:
-    """Return the differences in words: one text for each entry that has changed."""
+    """Return the differences, with one text for each entry that has changed."""
     texts = [f"{name}: is no longer there" for name in sorted(before.keys() - now.keys())]
     texts += [f"{name}: is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):

@@ -1,4 +1,4 @@
-"""Refusals in the words that a user reads: those of the tables, and those of readers of
+"""Records of refusals as a user reads them: those in tables, and those of functions that read
 settings."""
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def _refusal(work: Callable[[], object]) -> str:
     return "accepted"
 
 
-# ---- Megatron's settings beside ours
+# --- Megatron's settings with ours
 
 
 def refusals_by_feature() -> Subject:
-    """A record of each refusal."""
+    """Return a record of each refusal."""
     return {
         f"{group.name}: {refusal.setting}": partial(_row, refusal, group)
         for group in REFUSALS
@@ -81,7 +81,7 @@ def _of_all(names: Sequence[str]) -> str:
 def _is_refused(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
-    except TypeError:  # a word where a number is meant
+    except TypeError:  # a text in place of a number
         return False
 
 
@@ -91,7 +91,7 @@ def _refuse(name: str, settings: dict[str, Any], options: ScheduleOptions) -> No
 
 
 def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamespace:
-    """Megatron's arguments on two ranks, as far as they are given."""
+    """Return Megatron's arguments on two ranks, with ``settings``."""
     chunks = resolved.place(2).chunks
     sizes = {
         "pipeline_model_parallel_size": 2,
@@ -102,8 +102,8 @@ def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamesp
 
 
 def _of_features() -> Subject:
-    """Return, by feature, the schedules that require it and their settings. (`outputs` has its
-    patches.)"""
+    """Return, by feature, the schedules and settings that require it. `outputs` records its
+    patches."""
     return {f"feature {feature.name}": partial(_wanted, feature.is_wanted) for feature in FEATURES}
 
 
@@ -175,7 +175,7 @@ def _refuse_order(schedule: Schedule) -> None:
     refuse_order(settings, schedule)
 
 
-# ---- Our settings: each, and each beside each other
+# --- our settings: each alone, and each with each other one
 
 
 _FLAGS = (
@@ -301,7 +301,7 @@ def _complaint(command: str) -> str:
     return said if said.startswith("exits") else "accepted"
 
 
-# ---- Files
+# --- files
 
 
 _TABLES_OF_A_USER = {

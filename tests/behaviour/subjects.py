@@ -1,4 +1,4 @@
-"""All there is a record of."""
+"""All subjects of which there are records."""
 
 from __future__ import annotations
 

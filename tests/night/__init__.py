@@ -1,1 +1,1 @@
-"""The night: files whose tests are more, or run more cases, with MEGATRON_EXT_NIGHTLY=1."""
+"""The night: test files that have more tests, or run more cases, with MEGATRON_EXT_NIGHTLY=1."""

@@ -3,7 +3,7 @@
     python -m tests.night K/N                           the K-th of N pieces, 1/1 the whole night
     python -m tests.night tests/pipeline/test_a.py ...  these files
 
-`scripts/test.sh --nightly K/N` calls it. Without lint and types, on all cores.
+`scripts/test.sh --nightly K/N` calls this module, without lint and types, on all cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def piece_of(words: Sequence[str]) -> list[str]:
-    """Return the files and commands that ``words`` name; an empty list if these are no such."""
+    """Return the files and commands that ``words`` name, or an empty list if they name none."""
     files = night_files()
     if words and set(words) <= {*files, *COMMANDS}:
         return list(words)
@@ -55,7 +55,7 @@ def piece_of(words: Sequence[str]) -> list[str]:
 
 
 def run_files(files: Sequence[str], *, workers: str = "auto") -> list[NightLine]:
-    """Run all tests of ``files`` as at night, one file a worker."""
+    """Run all tests of ``files`` as at night, one file on each worker."""
     if not files:
         return []
     with tempfile.TemporaryDirectory() as folder:

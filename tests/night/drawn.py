@@ -1,9 +1,11 @@
-"""Run night files that a commit's hash draws, after the day's tests. `.ci/run` calls it.
+"""Run night files that are chosen by a commit's hash, after the tests of the day. `.ci/run` calls
+it.
 
     python -m tests.night.drawn SECONDS     seconds since .ci/run began
 
-No machine runs the whole night for us: each change sees a part of it, once a whole night has been
-recorded. Only files whose recorded night was green are drawn, and nothing is recorded.
+No machine runs the whole night for this project. Instead each change runs a part of it, once a
+whole night has been recorded. Only files that passed in the recorded night are chosen, and nothing
+is recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.night.pieces import COMMANDS, night_cases, night_files
 from tests.night.record import NightLine
 
 AT_MOST = 25 * 60.0  # seconds on all cores, by the record
-LATEST = 65 * 60.0  # seconds after .ci/run began, at which the last file may begin
+LATEST = 65 * 60.0  # seconds after the begin of .ci/run by which the last file must begin
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,7 +51,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def drawn(seconds: Mapping[str, float], by: str, at_most: float) -> Iterator[str]:
-    """Yield the names of ``seconds`` in the order that ``by`` draws, until they add up."""
+    """Yield the names of ``seconds`` in a random order given by the hash ``by``, until their
+    seconds add up to ``at_most``."""
     total = 0.0
     for name in sorted(seconds, key=lambda name: hashlib.sha256(f"{by} {name}".encode()).digest()):
         total += seconds[name]

@@ -1,4 +1,4 @@
-"""Files and commands of a night, and how they are dealt out to its pieces."""
+"""Files and commands of a night, and how they are distributed over its pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = (
     "tests.behaviour compare tests/records",
     "tests.behaviour.full_searches compare",
 )
-UNKNOWN_SECONDS = 60  # of a file that no record has
+UNKNOWN_SECONDS = 60  # for a file that is not in the record
 
 _COMBINATIONS = "tests.helpers.combinations"
 _IN_COMBINATIONS = {"IS_NIGHT", "at_night", "nightly", "in_pairs", "each_once"}
@@ -68,7 +68,7 @@ def night_cases(files: Sequence[str]) -> Counter[str]:
 
 def deal(seconds: Mapping[str, float], pieces: int) -> list[list[str]]:
     """Return the names of ``seconds`` in ``pieces`` lists that take about the same time: the
-    longest first, each into the list that has least."""
+    longest first, each added to the list with the least."""
     dealt: list[list[str]] = [[] for _ in range(pieces)]
     taken = [0.0] * pieces
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
@@ -79,8 +79,8 @@ def deal(seconds: Mapping[str, float], pieces: int) -> list[list[str]]:
 
 
 def pieces_of(files: Iterable[str], known: Mapping[str, float], pieces: int) -> list[list[str]]:
-    """Return a night's pieces: those with files, then one for each of `COMMANDS`, as far as there
-    are more pieces than commands; else all are dealt out together."""
+    """Return the pieces of a night: those with files, then one for each of `COMMANDS` if there are
+    more pieces than commands. Otherwise files and commands are distributed together."""
     seconds = {name: known.get(name, UNKNOWN_SECONDS) for name in files}
     alone = len(COMMANDS)
     if pieces <= alone:

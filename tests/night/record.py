@@ -1,7 +1,8 @@
-"""Record of the last night: a line for each file and command, with what its tests showed.
+"""Record of the last night: a line for each file and command, with the results of its tests.
 
-Tests that do not run rot in days. A night takes hours, and each change sees a small part of it. The
-record says which commit each file was last run at, and a test by day compares it with the tests.
+Tests that do not run are soon out of date. A night takes hours, and each change runs a small part
+of it. The record says at which commit each file was last run, and a test of the day compares it
+with the tests.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def read(path: Path = RECORD) -> dict[str, NightLine]:
 
 def read_committed() -> dict[str, NightLine]:
     """Return the lines of the record as of the checkout's commit. Pieces that run one after the
-    other write lines; what is dealt to each of them must not depend on these."""
+    other write lines, and the distribution of later pieces must not depend on these."""
     told = ["git", "show", f"HEAD:./{RECORD.name}"]
     ended = subprocess.run(told, cwd=RECORD.parent, capture_output=True, text=True)
     return _parsed(ended.stdout)
@@ -77,13 +78,13 @@ def _parsed(text: str) -> dict[str, NightLine]:
 
 
 def write(lines: Iterable[NightLine], path: Path = RECORD) -> None:
-    """Put ``lines`` into the record in place of those with their names."""
+    """Write ``lines`` into the record, in place of those with the same names."""
     known = read(path) | {line.name: line for line in lines}
     path.write_text(HEADER + "".join(f"{known[name]}\n" for name in sorted(known)))
 
 
 def problems(lines: Mapping[str, NightLine], cases: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with the ``lines`` of a night that has these ``cases``."""
+    """Return the errors of the ``lines`` of a night that has these ``cases``."""
     wrong = [f"{name}: no line" for name in cases.keys() - lines.keys()]
     wrong += [f"{name}: a line, and no night cases" for name in lines.keys() - cases.keys()]
     for name in lines.keys() & cases.keys():
