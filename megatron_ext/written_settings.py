@@ -191,7 +191,7 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
         return PipelineConfig.parse(**values)
     except ValueError as error:
         raise ValueError(
-            f"in the variables {VARIABLES}* ({variable('x')} stands for --pipeline-x): {error}"
+            f"in the variables {VARIABLES}* (--pipeline-x is {variable('x')}): {error}"
         ) from error
 
 

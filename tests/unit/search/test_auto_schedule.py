@@ -78,8 +78,8 @@ def test_what_is_left_open(spec: str, searches: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("auto:placement=foo", "no placement 'foo'; write line, v, wave or loop"),
-        ("auto:placement=lop", "no placement 'lop'; did you mean loop?"),
+        ("auto:placement=foo", "called 'foo'; write line, v, wave or loop"),
+        ("auto:placement=lop", "called 'lop'; did you mean loop?"),
         ("auto:placement=v,chunks=3", "no v of 3 chunks a rank: write chunks=2 or another"),
         ("auto:chunks=7", "no placement of 7 chunks a rank: write chunks=1 to 6"),
         ("auto:chunk=2", "has no option 'chunk'; did you mean chunks?"),
