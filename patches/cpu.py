@@ -37,8 +37,10 @@ ENVIRONMENT = {
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a rank needs before torch is imported; ``env`` is its
-    given environment."""
+    """Return the environment variables that a rank needs before torch is imported.
+
+    ``env`` is the rank's given environment.
+    """
     ranks = env.get("WORLD_SIZE", "1")
     on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
     # Without this variable gloo looks up the host's own name, which many machines cannot resolve.

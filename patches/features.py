@@ -48,8 +48,11 @@ class Feature:
         return self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
-        """Return the patches of this feature. Raises PatchError if a module of patches cannot be
-        imported, for example because Megatron lacks a name that the module imports."""
+        """Return the patches of this feature.
+
+        Raises PatchError if a module of patches cannot be imported, for example because Megatron
+        lacks a name that the module imports.
+        """
         package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]

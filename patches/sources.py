@@ -61,8 +61,7 @@ class UnknownSource:
 
 
 def source_digest(original: Any) -> str:
-    """Return 12 hex digits over the source of ``original``: its code, without comments and
-    layout."""
+    """Return 12 hex digits over the source of ``original``, without comments and layout."""
     source = textwrap.dedent(inspect.getsource(original))
     # Dedent fails on sources in which a string literal begins at the margin.
     if source[0].isspace():
@@ -103,8 +102,11 @@ def _allowed(text: str) -> tuple[str, ...]:
 
 
 def versions_of(known: Mapping[str, str]) -> list[str]:
-    """Return the versions in the keys of ``known`` digests, oldest first. A key is ``0.19`` or
-    ``0.18, 0.19``; ``0.20@2a75ac1`` is a commit before that version, which callers pin."""
+    """Return the versions in the keys of ``known`` digests, oldest first.
+
+    A key is ``0.19`` or ``0.18, 0.19``; ``0.20@2a75ac1`` is a commit before that version, which
+    callers pin.
+    """
     versions = {version.partition("@")[0] for key in known for version in key.split(", ")}
     return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
 
@@ -127,8 +129,10 @@ def unknown_source(
 
 
 def _diff(package: str, file: Path, versions: list[str]) -> str:
-    """Return the command that compares ``file`` with the nearest known version of upstream; "" if
-    the file is not in the package."""
+    """Return the command that compares ``file`` with the nearest known version of upstream.
+
+    Return "" if the file is not in the package.
+    """
     if package not in file.parts:
         return ""
     depth = file.parts[::-1].index(package)

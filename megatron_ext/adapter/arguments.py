@@ -167,8 +167,7 @@ def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> lis
 
 
 def other_programs(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
-    """Return, by schedule, the programs of further schedules under which steps may run, as in a
-    race.
+    """Return the programs of further schedules under which steps may run, by schedule.
 
     Called after `check_parsed_arguments`. ``prove`` makes the programs.
 
@@ -332,8 +331,7 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = No
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
-    """Refuse to save optimizer states that Megatron without megatron_ext would load into other
-    stages.
+    """Refuse to save optimizer states that Megatron alone would load into other stages.
 
     If the first stage is not on rank 0, sizes differ, and Megatron reports the mismatch itself.
     """

@@ -80,8 +80,7 @@ def _refuse_settings(
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError if ``schedule`` breaks an order of microbatches that Transformer Engine
-    needs.
+    """Raise ValueError if ``schedule`` breaks an order that Transformer Engine needs.
 
     Only a user's schedule file can break it: the schedules that megatron_ext generates run the
     microbatches in one order in all passes.
@@ -166,8 +165,10 @@ def _with_chunks(resolved: ResolvedSpec, chunks: int) -> str:
 
 
 def _refuse_placement(resolved: ResolvedSpec, placement: Placement) -> None:
-    """Refuse a placement that Megatron does not support; only a user's schedule file can have
-    one."""
+    """Refuse a placement that Megatron does not support.
+
+    Only a user's schedule file can have one.
+    """
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(

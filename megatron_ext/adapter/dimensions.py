@@ -74,8 +74,7 @@ def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
 
 
 def hidden_in_pairs(settings: Any, measured: Rates | None = None) -> str:
-    """Return, in words, the share of experts' all-to-all time that overlapped passes are assumed to
-    hide.
+    """Return, in words, the assumed share of experts' all-to-all time that overlapping hides.
 
     The share depends on ``settings`` and on the GPU: that of this machine, or the ``measured`` one.
     """
@@ -85,8 +84,7 @@ def hidden_in_pairs(settings: Any, measured: Rates | None = None) -> str:
 
 
 def rates(precision: Precision) -> Rates:
-    """Return approximate rates (of compute and memory) of this machine's GPU or CPU at
-    ``precision``."""
+    """Return approximate rates (compute, memory) of this machine's GPU or CPU at ``precision``."""
     if not torch.cuda.is_available():
         return CPU
     gpu = gpu_named(torch.cuda.get_device_name())

@@ -41,8 +41,10 @@ def _has_windows_only(settings: Any) -> bool:
 
 
 def _is_fused(settings: Any) -> bool:
-    """Return whether Megatron uses its fused softmax (`FusedScaleMaskSoftmax`), which ignores
-    masks."""
+    """Return whether Megatron uses its fused softmax, which ignores masks.
+
+    The softmax is `FusedScaleMaskSoftmax`.
+    """
     is_half = any(getattr(settings, name, False) for name in ("fp16", "bf16"))
     is_plain = getattr(settings, "softmax_type", "vanilla") == "vanilla"
     if not (getattr(settings, "masked_softmax_fusion", False) and is_half and is_plain):

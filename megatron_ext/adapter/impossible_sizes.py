@@ -54,8 +54,7 @@ def refuse_counts(args: Any) -> None:
 
 
 def refuse_sizes(args: Any) -> None:
-    """Raise ValueError if sizes in ``args`` conflict, although Megatron's validation accepted
-    them."""
+    """Raise ValueError if sizes in ``args`` conflict that Megatron's validation has accepted."""
     _refuse_layout(args)
     for frequency in _FREQUENCIES:
         if frequency.matters(args):
@@ -66,8 +65,7 @@ def refuse_sizes(args: Any) -> None:
 
 
 def refuse_stock_steps(args: Any) -> None:
-    """Raise ValueError if Megatron's own interleaved schedule refuses a step's number of
-    microbatches.
+    """Raise ValueError if Megatron's own interleaved schedule refuses a number of microbatches.
 
     Checked are the training steps and the evaluations of validated ``args``.
     """

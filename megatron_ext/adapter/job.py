@@ -39,8 +39,7 @@ Listener = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a training job as Megatron's arguments give them, and how a microbatch runs
-    them."""
+    """Layers of a training job by Megatron's arguments, and how a microbatch runs them."""
 
     model: Model
     stages: tuple[Stage, ...]
@@ -182,8 +181,9 @@ def job_costs(
     tell: Listener | None = None,
     speeds: RankSpeeds | None = None,
 ) -> Costs:
-    """Return the costs of a microbatch of ``job``: measured, read from a file or estimated, as
-    ``source`` says.
+    """Return the costs of a microbatch of ``job``, measured, read from a file or estimated.
+
+    ``source`` tells which of these.
 
     Args:
         slices: the number of slices of a sequence.
@@ -217,10 +217,9 @@ def job_costs(
 
 
 def basis_of(job: Job) -> Basis | None:
-    """Return the basis for deriving each layer's time from measured stages; None if that is
-    impossible.
+    """Return the basis for deriving each layer's time from measured stages.
 
-    It is impossible if the language model has frozen parts, or if parts outside it are more than an
+    Return None if the language model has frozen parts, or if parts outside it are more than an
     encoder on the first stage.
     """
     layers = job.layers

@@ -82,8 +82,7 @@ def validated(
 
 
 def _suggest_layout(args: Any, config: PipelineConfig) -> None:
-    """Raise ValueError that suggests a layout if the layers of ``args`` do not split evenly over
-    stages.
+    """Raise ValueError that suggests a layout if layers do not split evenly over stages.
 
     Called after Megatron has refused the arguments.
     """
@@ -103,10 +102,10 @@ def check_batches(
     check_recipe: Callable[[], object] | None = None,
     tokenizer: Callable[[object], str] | None = None,
 ) -> bool:
-    """Check vocabulary and microbatches of validated ``args``; return whether their number is
-    known.
+    """Check vocabulary and microbatches, and return whether the number of microbatches is known.
 
     Args:
+        args: Megatron's validated arguments.
         settle_vocabulary: pads the vocabulary as ``config`` requires.
         check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
             launch command.

@@ -121,8 +121,10 @@ def _segments_of(layout: Any) -> list[Any]:
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
-    """Return, by stage, the numbers of layers that Megatron's options set for the first and last
-    ones."""
+    """Return, by stage, the numbers of layers that options set for the first and last stages.
+
+    The options are Megatron's.
+    """
     given = {}
     for end, alternatives in zip((0, -1), zip(ENDS_IN_CONFIGS, ENDS, strict=True), strict=True):
         values: list[int | None] = [getattr(settings, name, None) for name in alternatives]
@@ -136,14 +138,15 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
 
 
 def prediction_depths(settings: Any) -> int:
-    """Return the number of multi-token prediction layers, each of which predicts one token
-    further."""
+    """Return the number of layers of multi-token prediction.
+
+    Each of them predicts one token further.
+    """
     return settings.mtp_num_layers or 0
 
 
 def depths_of_stages(settings: Any) -> list[int] | None:
-    """Return the number of multi-token prediction layers on each stage of the layout in
-    ``settings``.
+    """Return the number of multi-token prediction layers on each stage under ``settings``.
 
     None means that there is no layout: all these layers are on the last stage.
     """
@@ -174,8 +177,7 @@ def refuse_prediction_on_first_rank(settings: Any, placement: Placement) -> None
 
 
 def layout_of(layers: Sequence[int], depths: int) -> str:
-    """Return Megatron's text of a layout with the given ``layers`` per stage, such as
-    ``Ett|tt|ttmL``.
+    """Return Megatron's text of a layout with ``layers`` per stage, such as ``Ett|tt|ttmL``.
 
     ``depths`` multi-token prediction layers (``m``) are on the last stage.
     """

@@ -55,10 +55,9 @@ class ChunkSize:
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
-    """Return the module in ``chunk`` that has Megatron's layers, such as a GPTModel; None without
-    one.
+    """Return the module in ``chunk`` that has Megatron's layers, such as a GPTModel.
 
-    Wrappers (DDP, mixed precision, multimodal models) are removed.
+    Return None without one. Wrappers (DDP, mixed precision, multimodal models) are removed.
     """
     model: Any = chunk
     while (inner := _first_within(model, _WITHIN)) is not None:
@@ -105,8 +104,10 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
 
 
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """Return the unused weights of output layers in ``chunks`` that use the embedding table
-    instead."""
+    """Return the unused weights of output layers that take the embedding table instead.
+
+    They are parts of ``chunks``.
+    """
     output_layers = [find_output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
     return frozenset(
         output_layer.weight for output_layer in output_layers if output_layer is not None
@@ -175,8 +176,7 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
 
 
 def _unkept(layers: torch.nn.Module) -> frozenset[str]:
-    """Return the names in `_MATRICES` whose matrices are frozen and without adapter in all
-    ``layers``.
+    """Return names in `_MATRICES` of matrices frozen and without adapter in all ``layers``.
 
     An adapter is within the module that replaces its matrix, and uses the same input.
     """

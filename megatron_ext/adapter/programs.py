@@ -179,10 +179,10 @@ class Programs:
         self.described: dict[BatchShape, Callable[[], Job]] = {}
 
     def shape(self, config: Any, micro_batch: int, sequence: int) -> BatchShape:
-        """Return the key under which steps share measured costs: (micro-batch size, sequence
-        length).
+        """Return the key under which steps share measured costs.
 
-        None if costs are not measured, or if sequence lengths vary.
+        The key is (micro-batch size, sequence length). None if costs are not measured, or if
+        sequence lengths vary.
         """
         measures = self._config.costs.profile is not None
         return (micro_batch, sequence) if measures and not config.variable_seq_lengths else None
@@ -266,8 +266,7 @@ class Programs:
         )
 
     def _told_by_the_first(self, shape: BatchShape, work: Callable[[], Costs]) -> Costs:
-        """Return the costs that ``work`` computes on the first rank that needs costs of
-        ``shape``."""
+        """Return the costs that ``work`` computes on the first rank that needs them."""
         store = store_of_all()
         if store is None:
             return work()
@@ -325,8 +324,7 @@ class Programs:
         forward_only: bool = False,
         first_trained_stage: int = 0,
     ) -> StepKey:
-        """Return the key of the program for a step with these properties, under the present
-        schedule.
+        """Return the key of the program for a step with these properties and the present schedule.
 
         ``config`` is Megatron's config of the model.
         """
@@ -396,8 +394,10 @@ class Programs:
         return program
 
     def forget(self, program: Program) -> None:
-        """Drop ``program``. It is rebuilt and compared between ranks if a step needs it again
-        later."""
+        """Drop ``program``.
+
+        It is rebuilt and compared between ranks if a step needs it later.
+        """
         for programs in (self._programs, self._for_places):
             for key in [key for key, known in programs.items() if known is program]:
                 del programs[key]
@@ -468,8 +468,7 @@ class Programs:
         return found_here[0] if found_here else prove_built(result.schedule, result.problem)
 
     def check_swap(self, pipeline: dist.ProcessGroup, key: StepKey, program: Program) -> None:
-        """Compare ``program`` with the other ranks' in the first step ``key`` after programs were
-        swapped.
+        """Compare ``program`` with other ranks' in the first step ``key`` after programs change.
 
         A rank that swaps programs a step later would run other orders than its neighbours, and
         could wait forever.

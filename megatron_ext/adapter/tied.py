@@ -176,8 +176,7 @@ def check_embedding_group(
     resolved: ResolvedSpec,
     settings: Any,
 ) -> None:
-    """Raise ValueError unless the embedding ``group`` has exactly the ranks with a copy of the
-    embedding.
+    """Raise ValueError unless ``group`` has exactly the ranks with a copy of the embedding.
 
     A rank without a copy may be in no group. ``settings`` as in `embedding_ranks`.
     """

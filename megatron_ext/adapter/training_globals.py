@@ -18,8 +18,10 @@ _PACKING = ("sft", "dataloader_inter_document_masking")
 
 
 def current_iteration() -> int | None:
-    """Return the iteration as Megatron's log counts it; None if Megatron's training loop does not
-    run."""
+    """Return the iteration as Megatron's log counts it.
+
+    Return None if Megatron's training loop does not run.
+    """
     iteration: int | None = getattr(training_global("_GLOBAL_ARGS"), "curr_iteration", None)
     return None if iteration is None else iteration + 1
 
@@ -46,8 +48,10 @@ def packs_microbatches() -> bool:
 
 
 def restarts_in_process() -> bool:
-    """Return whether ranks train anew in the same processes after a failure
-    (--inprocess-restart)."""
+    """Return whether ranks train anew in the same processes after a failure.
+
+    The flag for that is --inprocess-restart.
+    """
     return getattr(training_global("_GLOBAL_ARGS"), "inprocess_restart", False) is True
 
 
@@ -73,6 +77,8 @@ def checkpoint_folder(args: Any, name: str) -> Path | None:
 
 
 def training_global(name: str) -> Any:
-    """Return a global variable of Megatron's training; None if there is no training in this
-    process."""
+    """Return a global variable of Megatron's training.
+
+    Return None if there is no training in this process.
+    """
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)

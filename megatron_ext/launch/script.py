@@ -99,8 +99,7 @@ def launch(
     recorded: RecordingRequest | None = None,
     prepare_rehearsal: PrepareRehearsal | None = None,
 ) -> None:
-    """Run the training script or module that ``argv`` starts with, as ``__main__``, with its
-    arguments.
+    """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
     Patches are applied if the arguments contain one of our flags or ``--help``, or if a variable
     ``MEGATRON_EXT_X`` replaces a flag; otherwise Megatron stays unchanged. Without a GPU the CPU
@@ -186,8 +185,7 @@ def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:
 
 
 def _from_environment(given: Given) -> dict[str, str | bool]:
-    """Return our settings from variables ``MEGATRON_EXT_*``, as far as flags have not ``given``
-    them."""
+    """Return our settings from variables ``MEGATRON_EXT_*`` that no flag has ``given``."""
     added, overruled = given_in_environment(given, os.environ)
     if os.environ.get("RANK", "0") == "0":
         for line in overruled:
@@ -308,10 +306,9 @@ def _has_gpu() -> bool:
 
 
 def _use_cpu(words: Sequence[str]) -> list[str]:
-    """Apply the CPU platform to Megatron, and log it; return the flags that the launch needs for
-    it.
+    """Apply the CPU platform to Megatron, and log it.
 
-    ``words`` are those after the script.
+    Return the flags that the launch needs for it. ``words`` are those after the script.
     """
     cpu = importlib.import_module(CPU_PLATFORM)
     for name, value in cpu.environment(os.environ).items():

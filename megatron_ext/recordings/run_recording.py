@@ -27,8 +27,7 @@ _SUM = 1 << 64  # modulus of digests; the digests of a tensor's pieces add up to
 
 
 def readable_name(tensor: Tensor) -> str:
-    """Return the name of ``tensor`` as text, such as
-    ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    """Return the name of ``tensor`` as text, as in ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
@@ -68,8 +67,7 @@ class Iteration:
 
     @cached_property
     def tensors(self) -> Mapping[Tensor, Copies]:
-        """Pieces of each tensor by their places, with the ranks that have them and their
-        digests."""
+        """Pieces of each tensor by their places, with the ranks that have them and digests."""
         tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
         for rank, digests in self.digests.items():
             for piece, digest in digests.items():

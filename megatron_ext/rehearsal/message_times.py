@@ -155,8 +155,10 @@ class _DeviceClock:
 
 
 class _StreamWait(dist.Work):
-    """Handle of a message that is complete after a CUDA event; the computing stream waits for
-    it."""
+    """Handle of a message that is complete after a CUDA event.
+
+    The computing stream waits for the event.
+    """
 
     def __init__(self, event: torch.cuda.Event) -> None:
         super().__init__()

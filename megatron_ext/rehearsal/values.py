@@ -179,8 +179,7 @@ class Values:
         return sent or self._neighbours.get(direction, 0.0) or guess
 
     def _cut(self, flat: Tensor) -> Tensor:
-        """Return as many random numbers as ``flat`` has, from another place of the pool each
-        time."""
+        """Return as many random numbers as ``flat`` has, cut from a new place of the pool."""
         pool = self._pools.get(flat.dtype)
         if pool is None or len(pool) < len(flat) + _SLACK:
             pool = torch.empty(len(flat) + _SLACK, dtype=flat.dtype, device=flat.device)

@@ -53,8 +53,7 @@ def execute(
 
 
 def neighbourhood(row: Sequence[Action | OverlappedPasses], place: int) -> str:
-    """Return the action at ``place`` of ``row``, marked as failing, between its neighbours, as
-    text."""
+    """Return the failing action at ``place`` of ``row``, between its neighbours, as text."""
     first, end = max(0, place - NEIGHBOURS), place + 1 + NEIGHBOURS
     before, after = map(str, row[first:place]), map(str, row[place + 1 : end])
     words = [*before, f"{row[place]} <-- ERROR HERE,", *after]
@@ -73,8 +72,10 @@ class _Execution:
         owners: Sequence[Owner],
         run_overlapped: Callable[[OverlappedPasses], None] | None = None,
     ) -> None:
-        """Initialise the execution. ``run_overlapped`` runs a forward and a backward pass as
-        one."""
+        """Initialise the execution.
+
+        ``run_overlapped`` runs a forward and a backward pass as one.
+        """
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]

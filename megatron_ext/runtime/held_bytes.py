@@ -42,8 +42,7 @@ class HeldBytes(Protocol):
 
 
 def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:
-    """Return the median of ``sizes`` (by microbatch), or the largest, as
-    `HeldBytes.per_microbatch`."""
+    """Return the median or the largest of ``sizes``, as `HeldBytes.per_microbatch` has it."""
     if not largest:
         return statistics.median(sizes.values())
     behind = [size for microbatch, size in sizes.items() if microbatch > 0]

@@ -24,11 +24,11 @@ from megatron_ext.runtime.store.failure_report import FailureReport, connect_fai
 
 
 def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureReport | None:
-    """Start to listen for other ranks' failures, and return the report by which this rank tells its
-    own.
+    """Start to listen for other ranks' failures.
 
-    A failure closes ``connections``, and those that are added to ``recorder`` later. The result is
-    None if no other rank uses torch's store. The call waits for no rank.
+    Return the report by which this rank tells its own. A failure closes ``connections``, and those
+    that are added to ``recorder`` later. The result is None if no other rank uses torch's store.
+    The call waits for no rank.
     """
     for connection in connections:
         recorder.add_connection(connection)
@@ -54,8 +54,10 @@ os.register_at_fork(after_in_child=_listening.clear)
 
 
 def _report_uncaught_errors() -> None:
-    """Make `sys.excepthook` report an error that ends this process to other ranks before showing
-    it."""
+    """Make `sys.excepthook` report an error to other ranks before it is shown.
+
+    Such an error ends this process.
+    """
     show = sys.excepthook
     if getattr(show, "reports", None) is _listening:
         return

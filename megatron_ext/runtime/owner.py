@@ -29,8 +29,10 @@ class Owner:
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Return the functions that run actions, by kind of action. They may raise
-        `RestartStep`."""
+        """Return the functions that run actions, by kind of action.
+
+        The functions may raise `RestartStep`.
+        """
         raise NotImplementedError
 
     def forget(self) -> None:

@@ -65,8 +65,7 @@ class SummedGradients:
 
     @contextlib.contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """Context of a backward pass of ``microbatch``, in which no hook runs and gradients are
-        summed."""
+        """Context of a backward pass of ``microbatch`` that sums gradients and runs no hook."""
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -93,8 +92,7 @@ class SummedGradients:
 def without_hooks(
     tables: Iterable[HooksByNumber], is_kept: Callable[[Hook], bool] = lambda hook: False
 ) -> Iterator[None]:
-    """Context in which torch finds no hooks in ``tables``, except those for which ``is_kept`` is
-    true."""
+    """Context in which torch finds no hooks in ``tables`` but those that ``is_kept`` accepts."""
     hiding = [(table, dict(table)) for table in tables if table]
     for table, hooks in hiding:
         table.clear()

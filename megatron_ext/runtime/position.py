@@ -34,8 +34,10 @@ class Position(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Pipeline ranks that this rank waits for by name; none if it waits for all ranks, or
-        computes."""
+        """Pipeline ranks that this rank waits for by name.
+
+        There are none if it waits for all ranks, or computes.
+        """
         return () if self.peer is None or self.direction == "with" else (self.peer,)
 
     @property

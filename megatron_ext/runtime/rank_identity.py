@@ -56,8 +56,10 @@ class RankIdentity:
 
 
 def first_identity(pipeline: dist.ProcessGroup) -> RankIdentity:
-    """Return the `RankIdentity` of this rank before the ranks of ``pipeline`` have exchanged
-    hosts."""
+    """Return the `RankIdentity` of this rank before ranks have exchanged their hosts.
+
+    The ranks are those of ``pipeline``.
+    """
     others = [Process(rank, "", None) for rank in dist.get_process_group_ranks(pipeline)]
     rank = pipeline.rank()
     return RankIdentity(rank, (*others[:rank], _this_process(), *others[rank + 1 :]))

@@ -32,8 +32,7 @@ class Closable(Protocol):
 
 
 class Recorder:
-    """Record of a rank's current `Position`, and of the times and memory of its passes if
-    requested.
+    """Record of a rank's current `Position`, and on request of the times and memory of passes.
 
     Compute is marked for Nsight with ranges named by the actions. The begin and end of passes and
     reductions are recorded if `record` was called for the step, and the memory of passes is
@@ -77,8 +76,7 @@ class Recorder:
 
     @classmethod
     def before_exchange(cls, pipeline: dist.ProcessGroup) -> Recorder:
-        """Return a recorder of this rank, before the ranks of ``pipeline`` exchange their
-        identities."""
+        """Return a recorder of this rank, before ranks exchange their identities."""
         return cls(pipeline.rank(), first_identity(pipeline))
 
     def begin(self, iteration: int) -> None:
@@ -136,8 +134,7 @@ class Recorder:
     def waiting(
         self, action: Action | str, peer: int, direction: str
     ) -> AbstractContextManager[None]:
-        """Context in which the rank waits for the message ``action``; arguments as in
-        `Position`."""
+        """Context in which the rank waits for ``action``, a message; arguments as in `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
     def failed(self, error: BaseException, action: Action | OverlappedPasses | str) -> None:

@@ -180,8 +180,7 @@ class Recording:
         return self.clock.seconds(self._passes[0].began, self._passes[-1].ended)
 
     def times(self, passes: Sequence[int]) -> list[float]:
-        """Return begin and end of the passes with these numbers, in seconds after the step's first
-        begin."""
+        """Return begin and end of these passes, in seconds after the first begin of the step."""
         start, times = self._passes[0].began, list[float]()
         for entry in (self._passes[number] for number in passes):
             began, ended = (

@@ -52,8 +52,10 @@ class RunnableStage(Protocol):
         """Note that the output of ``microbatch`` has been sent, so that its data may be freed."""
 
     def gradients_complete(self) -> None:
-        """Note that the stage has all weight gradients of the step, so that their reduction may
-        start."""
+        """Note that the stage has all weight gradients of the step.
+
+        Their reduction may start.
+        """
 
     def forget(self) -> None:
         """Discard everything of the step, because it restarts; no backward pass has run yet."""

@@ -52,8 +52,7 @@ class PipelineEnds:
 
 
 class StageIO(Owner):
-    """Activations and gradients between the stages of one step, with their sends, receives and
-    waits.
+    """Activations and gradients between stages of one step, with sends, receives and waits.
 
     Attributes:
         outputs: outputs to be passed on, by (stage, microbatch).
@@ -68,8 +67,10 @@ class StageIO(Owner):
         ends: PipelineEnds | None = None,
         first_trained_stage: int = 0,
     ) -> None:
-        """Initialise the tensors' state; ``first_trained_stage`` is the first one that is not
-        frozen."""
+        """Initialise the tensors' state.
+
+        ``first_trained_stage`` is the first stage that is not frozen.
+        """
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
@@ -124,8 +125,7 @@ class StageIO(Owner):
         return self.gradients.pop((after, microbatch))
 
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
-        """Store ``dx``, the gradient of a stage's input, which the backward pass ``action``
-        returned."""
+        """Store ``dx``, the gradient of a stage's input, which the pass ``action`` returned."""
         stage, _, microbatch = action
         if not self._needs_gradient(stage):
             return

@@ -32,8 +32,7 @@ class PassContext:
 
 
 class StagePasses(Owner):
-    """Owner of the passes of one step; it takes inputs from ``stage_io``, and stores results
-    there."""
+    """Owner of the passes of one step, which takes inputs from ``stage_io`` and stores results."""
 
     def __init__(
         self,

@@ -40,8 +40,7 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 
 
 class Watchdog:
-    """Watchdog that reports a rank that is stuck or is ended by a signal, from `start` until
-    `forget`.
+    """Watchdog that reports a stuck rank, or one ended by a signal, from `start` to `forget`.
 
     The rank's state is read from its `Recorder`. One watchdog runs per process: the first watchdog
     that is started also watches for later ones. A signal is handled only if no other handler is

@@ -32,8 +32,7 @@ Lent = Callable[[Tensor], bool]
 
 @dataclass(frozen=True)
 class RowProduct[Made: Contribution | Contributions]:
-    """Product over rows that gives a weight's gradient, and can be joined with products of other
-    rows.
+    """Product over rows that gives a weight's gradient, and can be joined with other products.
 
     Attributes:
         operands: returns the operands, rows first, after waiting for a gather.
@@ -333,8 +332,7 @@ def _add_at_once(weights: Weights, use: _Use, accumulate: Accumulate) -> None:
 
 
 def refuse_second_derivatives() -> None:
-    """Raise RuntimeError if the running backward pass is itself to be differentiated
-    (create_graph)."""
+    """Raise RuntimeError if the running backward pass is to be differentiated (create_graph)."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a backward pass with create_graph=True reached a layer whose backward pass is split "
@@ -366,8 +364,7 @@ def accumulate_each(weights: Weights, gradients: Contributions) -> None:
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to ``weight.main_grad`` if a data-parallel wrapper set one, else to
-    ``weight.grad``.
+    """Add ``gradient`` to ``weight.main_grad`` if a wrapper has set it, else to ``weight.grad``.
 
     Autograd adds it if the weight has got hooks since its F.
     """

@@ -45,10 +45,10 @@ def loading_flag(args: Any) -> str | None:
 
 
 def iteration_to_load(folder: str, step: int | None) -> Path | None:
-    """Return the folder of the iteration that ``--load`` takes from ``folder``; None if there is
-    none.
+    """Return the folder of the iteration that ``--load`` takes from ``folder``.
 
-    ``step`` is the value of ``--ckpt-step``; None takes the latest iteration.
+    Return None if there is none. ``step`` is the value of ``--ckpt-step``; None takes the latest
+    iteration.
     """
     tracker = Path(folder) / TRACKER
     if not tracker.is_file():

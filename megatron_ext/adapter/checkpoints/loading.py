@@ -68,8 +68,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True)
 class LoadJudgement:
-    """Judgement of a checkpoint: the outcome of loading it, the reason, and what the user should
-    do.
+    """Judgement of a checkpoint: the outcome of loading it, the reason, and a fix.
 
     ``fix`` names the flag or the step that helps; it is empty if nothing has to be done. ``remark``
     says what Megatron does silently with a checkpoint that it loads.
@@ -105,10 +104,10 @@ class Command:
 def command_of(
     args: Any, config: PipelineConfig, scheduler: Mapping[str, Any] | None = None
 ) -> Command:
-    """Return the launch command with validated ``args`` and our settings, to be compared with a
-    checkpoint.
+    """Return the launch command with validated ``args`` and our settings.
 
-    If our settings name no schedule, the placement is that of Megatron's own schedule.
+    It is to be compared with a checkpoint. If our settings name no schedule, the placement is that
+    of Megatron's own schedule.
     """
     placement = _placement(args, None)
     if config.schedule is not None:
@@ -240,8 +239,7 @@ def _check_states(saved: SavedTraining, command: Command, found: list[ModelDiffe
 
 
 def check_stages(saved: SavedTraining, command: Command) -> None:
-    """Raise DoesNotLoad if optimizer states of ``saved`` need stages that ``command`` does not
-    have."""
+    """Raise DoesNotLoad if optimizer states of ``saved`` need stages that ``command`` lacks."""
     if not _fits_one_placement(saved):
         return
     for text in _moves(saved, command):
@@ -319,8 +317,7 @@ def _is_mixed(args: Any) -> bool:
 
 
 def _moves(saved: SavedTraining, command: Command) -> Iterator[str]:
-    """Yield reasons why stages have other ranks or other layers than when the checkpoint was
-    saved."""
+    """Yield reasons why stages have other ranks or layers than when the checkpoint was saved."""
     before, args = saved.args, command.args
     then, now = saved.metadata.get(RANK_OF_STAGE), list(command.placement.rank_of)
     rank_of_stage = None if command.placement.in_turn else now
@@ -417,8 +414,7 @@ def _parts(parts: tuple[_Part, ...]) -> str:
 
 
 def _check_buffers(saved: SavedTraining, args: Any) -> None:
-    """Raise DoesNotLoad if optimizer states were saved in buffers that the command lays out
-    differently.
+    """Raise DoesNotLoad if optimizer states were saved in buffers of another layout.
 
     The layout depends on the parameters' types, the rows of the vocabulary, and the sizes of the
     gradient buckets on the first pipeline rank.

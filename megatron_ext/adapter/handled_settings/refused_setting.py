@@ -107,8 +107,7 @@ class RefusalGroup:
 
 
 def by_option(name: str) -> Requested:
-    """Return a function that recognizes the request of a feature by the schedule option
-    ``name``."""
+    """Return a function that recognizes a feature's request by the schedule option ``name``."""
 
     def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
         value = getattr(options, name)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Create ``folder`` unless it exists. Raises ValueError, which calls it ``name``, on
-    failure."""
+    """Create ``folder`` unless it exists.
+
+    Raises ValueError, with ``name`` for the folder, if that fails.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,10 +24,10 @@ _WORD = "return_schedule_plan"
 
 
 def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
-    """Return whether ``forward_step_func`` can return a Megatron schedule plan, as overlap
-    requires.
+    """Return whether ``forward_step_func`` can return a Megatron schedule plan.
 
-    If not, a warning is logged once, and passes that should overlap run sequentially.
+    Overlapped passes require one. If not, a warning is logged once, and passes that should overlap
+    run sequentially.
     """
     parameters = inspect.signature(forward_step_func).parameters
     if _WORD in parameters or any(
@@ -50,8 +50,7 @@ def _say_that_nothing_hides(name: str) -> None:
 
 
 def refuse_unplanned(call: Call) -> None:
-    """Raise ValueError if passes of ``call`` cannot overlap, as Megatron has no schedule plans for
-    them.
+    """Raise ValueError if passes of ``call`` cannot overlap, for lack of Megatron schedule plans.
 
     The reason is the model, its frozen parameters, or a caller's own process groups.
     """

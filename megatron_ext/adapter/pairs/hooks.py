@@ -21,8 +21,7 @@ from megatron_ext.config import PipelineConfig
 
 
 class OverlapHooks(TrainingHooks):
-    """Hooks for overlapped forward and backward passes, whose stages run Megatron's schedule
-    plans."""
+    """Hooks for overlapped forward and backward passes, which run by Megatron's schedule plans."""
 
     @override
     @classmethod

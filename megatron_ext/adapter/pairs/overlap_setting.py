@@ -31,8 +31,7 @@ def flags_given(settings: Any) -> tuple[str, ...]:
 
 
 def with_requested_pairs(options: ScheduleOptions, settings: Any) -> ScheduleOptions:
-    """Return the schedule ``options`` with overlapped passes if Megatron's ``settings`` request
-    them.
+    """Return ``options`` with overlapped passes, if Megatron's ``settings`` request them.
 
     Raises:
         ValueError: overlapped passes conflict with another option in ``options``.

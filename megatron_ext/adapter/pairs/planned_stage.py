@@ -42,8 +42,7 @@ _NO_BACKWARD: _Arguments = {
 
 
 class PlannedStage(ModelStage):
-    """Model chunk during one training step, which runs Megatron's schedule plans so that passes
-    overlap.
+    """Model chunk during one step, which runs Megatron's schedule plans so that passes overlap.
 
     Plain passes run in an evaluation, and in a chunk without layers, whose plan would return its
     input as its output.
@@ -100,11 +99,10 @@ class PlannedStage(ModelStage):
         return self._end_backward(microbatch, dx)
 
     def _compute_weights_within(self, microbatch: int) -> None:
-        """Let the plan of an overlapped full backward (B) compute weight gradients between its
-        layers.
+        """Let an overlapped full backward pass (B) compute weight gradients between its layers.
 
-        The order is Megatron's with delay_wgrad_compute: experts' weight gradients during the
-        forward pass's dispatch, all others after their layer.
+        The pass runs by Megatron's plan. The order is Megatron's with delay_wgrad_compute: experts'
+        weight gradients during the forward pass's dispatch, all others after their layer.
         """
         _, output = self._between[microbatch]
         plan: Any = output.schedule_plan  # type: ignore[attr-defined]  # Megatron's
@@ -167,8 +165,7 @@ class PlannedStage(ModelStage):
 
 
 class _WeightsSoFar:
-    """Callable of a plan's node that computes the deferred weight gradients of the node's
-    modules."""
+    """Callable of a plan's node that computes deferred weight gradients of its modules."""
 
     def __init__(self, stage: int, microbatch: int) -> None:
         self._key = stage, microbatch

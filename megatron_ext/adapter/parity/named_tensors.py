@@ -34,8 +34,7 @@ NamedTensor = tuple[Piece, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``start`` to ``stop`` of a flattened parameter, with their piece of a named
-    tensor."""
+    """Elements ``start`` to ``stop`` of a flattened parameter, as a piece of a named tensor."""
 
     start: int
     stop: int
@@ -80,8 +79,7 @@ class NamedTensors:
                 self._others.append((part.piece, entry.data))
 
     def parameters(self) -> Iterator[NamedTensor]:
-        """Yield the named pieces of the model's parameters, and of the buffers that a checkpoint
-        has."""
+        """Yield the named pieces of the model's parameters and of its buffers in a checkpoint."""
         for parameter, parts in self._parts.items():
             yield from _cut(parts, _plain(parameter), "", 0)
         yield from self._others
@@ -131,8 +129,7 @@ def _is_copy_without_dp(part: _Part) -> bool:
 def _steppers(
     optimizer: Any, is_copy: Callable[[_Part], bool] = _is_copy
 ) -> Iterator[tuple[Any, Callable[[_Part], bool]]]:
-    """Yield the optimizers within chained ones, each with a function that recognizes its copied
-    states.
+    """Yield the optimizers in a chain, each with a function that recognizes its copied states.
 
     A copied state is one that another rank has, too.
     """
@@ -153,8 +150,7 @@ def _steppers(
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
-    """Yield the parts of a parameter, with the names and places that a torch_dist checkpoint gives
-    them.
+    """Yield the parts of a parameter, with their names and places in a torch_dist checkpoint.
 
     Tensors that are saved separately, such as the two halves of a gated linear layer, are views of
     the parameter. If they are no views, the local shard gets a name of its own.

@@ -67,8 +67,7 @@ class ParityRecorder:
         self._writer.iteration(first, {}, digests(self._tensors.parameters()))
 
     def iteration(self, iteration: int, losses: Mapping[str, Any], norm: Any, skipped: int) -> None:
-        """Record what Megatron logs of an iteration, and digests of this rank's tensors after the
-        iteration."""
+        """Record Megatron's log of an iteration, and digests of this rank's tensors after it."""
         figures = {
             "losses": {name: logged_loss(value) for name, value in losses.items()},
             "norm": None if norm is None else float(norm),
@@ -89,8 +88,7 @@ class ParityRecorder:
         return iteration >= self._last
 
     def end(self) -> None:
-        """Record the contents of all tensors after the last iteration, when parameters are
-        gathered."""
+        """Record the contents of all tensors after the last iteration, with gathered parameters."""
         self._writer.end(
             (piece, memoryview(bits_of(tensor).cpu().numpy()).cast("B"))
             for tensors in (self._tensors.parameters(), self._tensors.optimizer_states())
@@ -143,10 +141,9 @@ def _plain(value: Any) -> Any:
 
 
 def give_up(error: ValueError) -> NoReturn:
-    """End this rank with exit code 2 and the ``error`` on stderr; the launcher ends the other
-    ranks.
+    """End this rank with exit code 2 and the ``error`` on stderr.
 
-    The rank may be the only one that knows the error.
+    The launcher then ends the other ranks. The rank may be the only one that knows the error.
     """
     rank = os.environ.get("RANK", "0")
     sys.stderr.write(f"megatron_ext: error on rank {rank}: {error}\n")

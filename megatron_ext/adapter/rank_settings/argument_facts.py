@@ -66,11 +66,11 @@ def argument_facts(arguments: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def model_facts(config: Any, model: Any) -> dict[str, Fact]:
-    """Return the facts that ranks compare in a caller's ``config`` of ``model``; none if it is no
-    dataclass.
+    """Return the facts that ranks compare in a caller's ``config`` of ``model``.
 
-    Fields that Megatron-Core declares must be equal; a difference in a field of the caller's own
-    class is only a remark. Models of different classes may have different configs.
+    There are none if the config is no dataclass. Fields that Megatron-Core declares must be equal;
+    a difference in a field of the caller's own class is only a remark. Models of different classes
+    may have different configs.
     """
     if not is_dataclass(config):
         return {}
@@ -112,8 +112,7 @@ def _words(value: Any) -> str:
 
 
 def _without_paths(value: Any) -> str:
-    """Return whether the path ``value`` is given, with data set weights, as in ``0.3 given 0.7
-    given``."""
+    """Return whether a path is given, with data set weights, as in ``0.3 given 0.7 given``."""
     words = value if isinstance(value, list | tuple) else [value] if value else []
     return " ".join(map(_weight_or_given, map(str, words))) or "not given"
 
@@ -126,7 +125,6 @@ def _weight_or_given(word: str) -> str:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether ``value`` is a function, or an object without comparable text, such as
-    timers."""
+    """Return whether ``value`` is a function or an object without a comparable text."""
     items = value if isinstance(value, list | tuple) else [value]
     return any(callable(item) or _ADDRESS.search(repr(item)) for item in items)

@@ -82,8 +82,7 @@ def cut_by_slices(
 
 
 def refuse_other_cuts(position_ids: Tensor | None) -> None:
-    """Raise ValueError unless the model's tokens were cut by `cut_by_slices` for context
-    parallelism.
+    """Raise ValueError unless tokens were cut by `cut_by_slices` for context parallelism.
 
     Otherwise the training would be silently wrong.
     """

@@ -19,8 +19,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwargs: Any) -> Any:
-    """Run MultiTokenPredictionBlock's forward for the running slice of a sequence, if there is
-    one."""
+    """Run MultiTokenPredictionBlock's forward for the running slice of a sequence, if any."""
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("input_ids", "position_ids")
         embedding = partial(_look_up, embedding, span)
@@ -28,8 +27,7 @@ def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwarg
 
 
 def embed(original: Callable[..., Any], layer: Any, **kwargs: Any) -> Any:
-    """Run MultiTokenPredictionLayer's _get_embeddings, which shifts tokens, for a slice of a
-    sequence.
+    """Shift tokens by MultiTokenPredictionLayer's _get_embeddings, for a slice of a sequence.
 
     Tokens are shifted within each document of a packed sequence.
     """
@@ -77,7 +75,6 @@ def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor
 def _compare(
     compute: Callable[[Tensor, Tensor], Tensor], span: Span, labels: Tensor, logits: Tensor
 ) -> Tensor:
-    """Return losses [b, s] of whole sequences, which are 0 outside the slice that ``logits`` belong
-    to."""
+    """Return losses [b, s] of whole sequences, which are 0 outside the slice of ``logits``."""
     losses = compute(labels[:, span.begin : span.end], logits)
     return pad(losses, (span.begin, span.length - span.end))

@@ -33,15 +33,16 @@ _UNTRIED = (
 
 
 class WholeCall:
-    """Arguments of a caller's call of the model for a whole microbatch, while a slice of it
-    runs."""
+    """Arguments of a caller's model call for a whole microbatch, while a slice of it runs."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, Any] = {}
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the arguments with these ``names`` for the whole microbatch; None for missing
-        ones."""
+        """Return the arguments with these ``names`` for the whole microbatch.
+
+        Return None for missing ones.
+        """
         return {name: self._arguments.get(name) for name in names}
 
     @contextlib.contextmanager
@@ -57,8 +58,7 @@ whole_call = WholeCall()
 
 
 def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, GPTModel's forward, for the running slice of the sequences, if there is
-    one.
+    """Call ``original``, GPTModel's forward, for the running slice of the sequences, if any.
 
     Raises:
         ValueError: an argument is not known to work with slices.

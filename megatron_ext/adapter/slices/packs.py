@@ -54,8 +54,7 @@ class PackedDocuments:
         return self.lengths != _differences(self.borders)
 
     def part(self, documents: slice, begin: int, end: int) -> PackedDocuments:
-        """Return the tokens ``begin`` to ``end`` (exclusive) of ``documents`` as a pack of their
-        own."""
+        """Return tokens ``begin`` to ``end`` (exclusive) of ``documents`` as a pack."""
         begins = self.borders[documents]
         borders = (*begins, self.borders[documents.stop])
         return PackedDocuments(
@@ -135,8 +134,7 @@ def as_one_document(params: PackedSeqParams, span: Span) -> PackedSeqParams:
 
 
 def longest_document() -> int:
-    """Return the number of tokens of the longest document in the running microbatch's packed
-    row."""
+    """Return the number of tokens of the longest document in the running microbatch's row."""
     pack, _ = _running_pack()
     return pack.longest
 

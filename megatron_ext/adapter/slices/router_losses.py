@@ -21,8 +21,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class _Router:
-    """State of the router that is running: the router, its loss, and whether tokens are only
-    counted."""
+    """State of the running router: the router, its loss, and whether tokens are only counted."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, str] = (None, "")
@@ -62,8 +61,7 @@ class _Balance:
 
 
 def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
-    """Return the sum of ``by_slice`` in the order of the sequence, whatever the order of
-    computation."""
+    """Return the sum of ``by_slice`` in the order of the sequence, not of computation."""
     order = sorted(by_slice, key=lambda span: span.begin)
     return torch.stack([by_slice[span] for span in order]).sum(0)
 

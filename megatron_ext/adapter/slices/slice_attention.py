@@ -106,10 +106,9 @@ def attend_with_transformer_engine(
 
 @lru_cache(maxsize=64)
 def bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask of the last ``queries`` of ``keys`` tokens: bool [1, 1, queries,
-    keys].
+    """Return the causal mask of the last ``queries`` of ``keys`` tokens.
 
-    True hides a key from a query.
+    It is a bool tensor [1, 1, queries, keys]. True hides a key from a query.
     """
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible.logical_not()[None, None]

@@ -20,8 +20,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def knows_places() -> bool:
-    """Return whether Megatron's sparse attention accepts the positions of its queries (since
-    0.19)."""
+    """Return whether Megatron's sparse attention accepts positions of queries (since 0.19)."""
     folder = "megatron.core.transformer.experimental_attention_variant"
     try:
         masking: Any = importlib.import_module(f"{folder}.dsa_masking")
@@ -66,8 +65,7 @@ def index(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and weights of Megatron's sparse attention indexer before it chooses
-    keys.
+    """Return queries, keys and weights of the sparse attention's indexer before it chooses keys.
 
     For the running slice of a sequence, if there is one, the keys are those of all tokens up to its
     end.
@@ -91,8 +89,7 @@ def mask_by_places(original: Callable[..., Any], *, device: torch.device, **kwar
 
 @contextlib.contextmanager
 def _share_of_loss(config: Any, span: Span) -> Iterator[None]:
-    """Context in which the sparse attention indexer's loss is weighted by the share of slice
-    ``span``.
+    """Context in which the sparse attention indexer's loss is weighted by the share of a slice.
 
     The weight is the slice's share of its sequence. A loss that is summed over tokens needs none.
     """

@@ -70,8 +70,10 @@ class Call(StepCall):
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """Shape [b, s] of a microbatch's tokens on this rank, with its context-parallel share of
-        s."""
+        """Shape [b, s] of a microbatch's tokens on this rank.
+
+        Context-parallel ranks each have a share of s.
+        """
         return self.micro_batch_size, self.seq_length // self.context_parallel_size
 
     def boundary(self) -> Boundary:
@@ -125,8 +127,7 @@ def refuse_call(
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError unless a call has a model chunk and a data iterator for each stage of this
-    rank.
+    """Raise ValueError unless a call has a chunk and a data iterator for each stage of this rank.
 
     Also raised if multi-token prediction is on a stage where Megatron cannot have it.
     """
@@ -169,8 +170,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_varying_shapes(call: Call, option: str) -> None:
-    """Raise ValueError if message shapes vary, but the feature with the setting ``option`` needs
-    one."""
+    """Raise ValueError if message shapes vary, but the feature of ``option`` needs one shape."""
     if call.varies_by is not None:
         raise ValueError(
             f"{flag(option)} does not go with {call.varies_by}: the messages that this option "

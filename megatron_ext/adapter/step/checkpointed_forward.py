@@ -98,8 +98,7 @@ class CheckpointedCall(RepeatableCall):
 
 
 def hooked_around_layers(model: torch.nn.Module) -> list[str]:
-    """Return the names of modules around the layers of ``model`` with forward hooks of the
-    caller's."""
+    """Return names of modules around the layers of ``model`` that have a caller's forward hooks."""
     around = _around_layers(model)
     hooked = {name: None for name, table in around if any(map(_is_callers, table.values()))}
     return list(hooked)
@@ -135,8 +134,7 @@ def _is_callers(hook: Hook) -> bool:
 
 @contextlib.contextmanager
 def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
-    """Run the enclosed recompute with ``random_states``, and restore the current ones
-    afterwards."""
+    """Run the enclosed recompute with ``random_states``, and restore the current ones."""
     with random._fork_rng(), _recompute(is_quantised, is_recompute=True):
         random._set_all_rng_states(*random_states)
         yield

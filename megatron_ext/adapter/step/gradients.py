@@ -36,8 +36,7 @@ def no_grad_sync(call: Call) -> Iterator[None]:
 
 
 def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> None:
-    """Raise ValueError if hooks of a wrapper other than Megatron's would reduce gradients too
-    early.
+    """Raise ValueError if hooks of wrappers other than Megatron's reduce gradients too early.
 
     Megatron's schedules leave ``no_sync_func`` before the last microbatch's backward pass, whose
     hooks then reduce. W passes run no hooks; Megatron's own wrapper is told when they are done.
@@ -57,8 +56,10 @@ def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> 
 
 
 def token_count(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
-    """Return the number of tokens by which Megatron scales gradients; None if it does not scale
-    them."""
+    """Return the number of tokens by which Megatron scales gradients.
+
+    Return None if it does not scale them.
+    """
     if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:
         return None
     return torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)

@@ -214,8 +214,7 @@ class ModelStage:
         return output, tokens
 
     def _forget_input(self) -> None:
-        """Reset the model's input, so that the input and its gradient are freed before the next
-        F."""
+        """Reset the model's input, so that it and its gradient are freed before the next F."""
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
 
     def output_sent(self, microbatch: int) -> None:
@@ -255,8 +254,7 @@ class ModelStage:
         queue.run(self._number, microbatch)
 
     def forget(self) -> None:
-        """Discard the losses, token counts and tensors that this stage has stored in the step so
-        far."""
+        """Discard the losses, token counts and tensors that this stage has stored in the step."""
         self._between.clear()
         self._checkpointed.clear()
         self._decoders.clear()
@@ -284,8 +282,10 @@ class ModelStage:
 
 
 def overlaps_reduction(model: Any) -> bool:
-    """Return whether Megatron overlaps the data-parallel reduction of ``model`` with later
-    passes."""
+    """Return whether Megatron overlaps the reduction of ``model`` with later passes.
+
+    The reduction is the data-parallel one.
+    """
     return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
 
 

@@ -23,8 +23,7 @@ MicrobatchCost = Callable[[Any], float]
 def order_microbatches(
     forward_backward: ScheduleFunction, cost: MicrobatchCost
 ) -> ScheduleFunction:
-    """Return a schedule function that runs each training step's most costly microbatches in the
-    middle.
+    """Return a schedule function that runs a step's most costly microbatches in the middle.
 
     ``forward_backward`` is Megatron's schedule function. A call reads its ``num_microbatches``
     items from each iterator before its first pass, and holds them in host memory. The ranks of a
@@ -88,8 +87,10 @@ def _microbatches(keywords: Mapping[str, Any]) -> list[list[Any] | None]:
 def _arranged(
     keywords: Mapping[str, Any], read: Sequence[list[Any] | None], order: Sequence[int]
 ) -> dict[str, Any]:
-    """Return ``keywords`` of a schedule function's call, with the ``read`` microbatches in
-    ``order``."""
+    """Return ``keywords`` of a call, with the ``read`` microbatches in ``order``.
+
+    The call is one of a schedule function.
+    """
     arranged = [
         None if items is None else iter([items[place] for place in order]) for items in read
     ]

@@ -51,8 +51,7 @@ class ParameterGathers:
 def parameter_gathers(
     config: Any, chunks: Mapping[int, torch.nn.Module], row: Sequence[Action], forward_only: bool
 ) -> ParameterGathers:
-    """Return the parameter gathers of a step in which a rank runs ``row`` on its ``chunks``, by
-    stage.
+    """Return the parameter gathers of a step, by stage, for a rank that runs ``row``.
 
     Callers remove the function from the config and restore it between steps, so each step reads it.
     """

@@ -66,8 +66,7 @@ class PipelineTraining:
         return self._has_ended or self._world is not dist.group.WORLD
 
     def end(self) -> None:
-        """Release everything of this training, as its process groups are gone or about to be
-        destroyed."""
+        """Release everything of this training before its process groups are destroyed, or after."""
         self._has_ended = True
         recorder, self._recorder, self._connections = self._recorder, None, None
         if recorder is not None:
@@ -242,8 +241,10 @@ class PipelineTraining:
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> AbstractContextManager[None]:
-        """Context in which an error of this ``kind`` also ends the other ranks, once ranks are
-        connected."""
+        """Context in which an error of this ``kind`` ends the other ranks too.
+
+        Ranks must be connected for that.
+        """
         if self._connections is None:
             return contextlib.nullcontext()
         return heard_if_it_fails(self._connections.recorder, where, kind)

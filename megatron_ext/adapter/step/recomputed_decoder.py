@@ -64,8 +64,10 @@ class RecomputedDecoder:
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Context in which the stage's F runs, with the decoder as a recomputed node of its
-        graph."""
+        """Context in which the stage's F runs, with the decoder as a node of its graph.
+
+        The node is recomputed.
+        """
         attributes = vars(self._decoder)
         kept = {"forward": attributes["forward"]} if "forward" in attributes else {}
         self._forward = self._decoder.forward
@@ -88,8 +90,10 @@ class RecomputedDecoder:
             return self._run(self._input.detach())
 
     def backward(self, dy: Tensor) -> Tensor | None:
-        """Run the decoder's backward pass with the output's gradient, and return its input's
-        gradient."""
+        """Run the decoder's backward pass with the output's gradient.
+
+        Return its input's gradient.
+        """
         torch.autograd.backward(self._output, dy)
         return self._input.grad
 

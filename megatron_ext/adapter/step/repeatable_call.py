@@ -22,8 +22,7 @@ _FORWARD = inspect.signature(GPTModel.forward)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Call of the model by a forward_step_func: the arguments, and the loss function it
-    returned."""
+    """Call of the model by a forward_step_func: its arguments, and the loss function returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -35,14 +34,12 @@ class ModelCall:
         return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
     def repeat(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """Call ``model`` with the recorded arguments; the interface is that of a
-        forward_step_func."""
+        """Call ``model`` with the recorded arguments, as a forward_step_func does."""
         return model(*self.args, **self.kwargs), self.loss_func
 
 
 class RepeatableCall:
-    """Wrapper of a forward_step_func that records its call of the model, so that it can be
-    repeated.
+    """Wrapper of a forward_step_func that records its model call, so that it can be repeated.
 
     ``flag`` is the option that needs the wrapper, named in errors.
     """

@@ -34,13 +34,14 @@ class StepHooks:
     context: PassContext | None = None
 
     def split(self, split: Split) -> Split:
-        """Return ``split``, changed if this feature needs other weight gradients to wait for W
-        passes."""
+        """Return ``split``, changed if other weight gradients have to wait for W passes."""
         return split
 
     def iterators(self, iterators: list[Any]) -> list[Any]:
-        """Return the data iterators that the step reads from, one per chunk; by default
-        unchanged."""
+        """Return the data iterators that the step reads from, one per chunk.
+
+        By default they are unchanged.
+        """
         return iterators
 
     def boundary(self, boundary: Boundary) -> Boundary:
@@ -59,13 +60,17 @@ class StepHooks:
         return ()
 
     def around(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which all passes run; it is entered after parameter gathers have
-        started."""
+        """Return the context in which all passes run.
+
+        It is entered after parameter gathers have started.
+        """
         return contextlib.nullcontext()
 
     def after_passes(self, tokens: Tensor) -> Tensor | None:
-        """Return the ``tokens`` by which gradients are scaled; None if the feature scales them
-        later."""
+        """Return the ``tokens`` by which gradients are scaled.
+
+        Return None if the feature scales them later.
+        """
         return tokens
 
 

@@ -26,8 +26,7 @@ class CannotRun(ValueError):
 
 
 class TrainingHooks:
-    """Hooks by which one feature takes part in a training; created at the first step with the
-    feature.
+    """Hooks of one feature in a training, created at the first step with the feature.
 
     Attributes:
         trains_first_stage: whether the first stage has backward passes although its chunk may have
@@ -80,8 +79,7 @@ class TrainingHooks:
 
     @classmethod
     def remarks(cls, args: Any) -> Sequence[LaunchRemark]:
-        """Return remarks of this feature for a user who launches with Megatron's validated
-        ``args``."""
+        """Return remarks of this feature for a user who launches with validated ``args``."""
         return ()
 
     @classmethod
@@ -92,8 +90,7 @@ class TrainingHooks:
     def other_programs(
         cls, args: Any, ours: PipelineConfig, make: Callable[[ResolvedSpec], list[Program]]
     ) -> Mapping[str, list[Program]]:
-        """Return the programs of further schedules under which steps of a launch may run, by
-        schedule.
+        """Return programs of further schedules under which steps of a launch may run, by schedule.
 
         ``make`` builds them. The first program of each schedule is that of the largest step.
 
@@ -105,11 +102,10 @@ class TrainingHooks:
 
     @classmethod
     def requested_options(cls, settings: Any, microbatches: int | None) -> Mapping[str, Any]:
-        """Return the schedule options that Megatron's ``settings`` request for the feature, by
-        name.
+        """Return the schedule options that Megatron's ``settings`` request, by name.
 
-        ``settings`` are Megatron's arguments or a config. ``microbatches`` is the number in the
-        step; None stands for all steps of a launch.
+        They are options of this feature. ``settings`` are Megatron's arguments or a config.
+        ``microbatches`` is the number in the step; None stands for all steps of a launch.
         """
         return {}
 
@@ -171,8 +167,10 @@ class TrainingHooks:
         return ()
 
     def begin(self, call: Call, program: Program, connections: Connections) -> StepHooks | None:
-        """Return the feature's hooks for a step that begins now; None if it has no part in the
-        step."""
+        """Return the feature's hooks for a step that begins now.
+
+        Return None if it has no part in the step.
+        """
         return None
 
     def interrupt(self) -> None:

@@ -254,8 +254,10 @@ class _Replayed:
 
 
 class _State:
-    """State of models before a step, without gradients: random states and buffers, such as counts
-    of routers."""
+    """State of models before a step: random states, and buffers such as counts of routers.
+
+    Gradients are not part of it.
+    """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
@@ -295,8 +297,7 @@ def _bucket_groups(model: Any) -> list[Any]:
 
 
 def _wrapped(model: Any) -> torch.nn.Module:
-    """Return the module in Megatron's DistributedDataParallel ``model``, whose buffers are the
-    model's.
+    """Return the module in a DistributedDataParallel ``model``, whose buffers are the model's.
 
     The wrapper itself calls its gradient buffers ``buffers``.
     """

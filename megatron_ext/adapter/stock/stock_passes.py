@@ -28,8 +28,7 @@ class StockPasses:
         self._forwards: dict[int, Action] = {}
 
     def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:
-        """Record a forward pass, and return the result of ``run``: an output and its number of
-        tokens."""
+        """Record a forward pass, and return the result of ``run``: (output, number of tokens)."""
         action = Action(self._stages[chunk], Kind.FORWARD, microbatch)
         result = self._run(run, action)
         self._forwards[id(result[0])] = action
@@ -56,8 +55,7 @@ _watching: StockPasses | None = None
 
 @contextmanager
 def watching(passes: StockPasses) -> Iterator[None]:
-    """Context in which ``passes`` records all calls of Megatron's forward_step and
-    backward_step."""
+    """Context in which ``passes`` records calls of Megatron's forward_step and backward_step."""
     global _watching
     _watching = passes
     try:

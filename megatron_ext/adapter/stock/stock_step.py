@@ -41,8 +41,7 @@ from megatron_ext.runtime.recorder import Recorder
 
 @dataclass(frozen=True)
 class StockStep:
-    """Stand-in for ``function``, a pipeline function of Megatron's, that lets observers see its
-    steps."""
+    """Stand-in for a pipeline ``function`` of Megatron's, which lets observers see its steps."""
 
     function: Callable[..., Any]
     stock: WatchedStock
@@ -59,8 +58,7 @@ class StockStep:
 
 
 class WatchedStock:
-    """Observation of Megatron's pipeline functions in this process, for one training after
-    another."""
+    """Observation of Megatron's pipeline functions, for one training after another."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config

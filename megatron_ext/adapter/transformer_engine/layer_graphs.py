@@ -21,8 +21,7 @@ from megatron_ext.schedule.action import Action
 
 
 class LayerGraphs:
-    """State of the per-layer CUDA graphs of this process's training: their order and their
-    memory."""
+    """State of the per-layer CUDA graphs of this training: their order and their memory."""
 
     def __init__(self) -> None:
         self._order: list[int] | None = None  # capture order of the latest training step
@@ -35,8 +34,7 @@ class LayerGraphs:
         stages: Sequence[int],
         models: Iterable[torch.nn.Module],
     ) -> Lent:
-        """Check the order of a training step before it begins, against that of the captured CUDA
-        graphs.
+        """Check the order of a step against that of the captured CUDA graphs, before it begins.
 
         The step runs ``row`` on ``models``, the chunks of ``stages``.
 

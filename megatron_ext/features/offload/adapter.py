@@ -30,8 +30,7 @@ from megatron_ext.schedule.action import Action
 
 
 class OffloadHooks(TrainingHooks):
-    """Hooks for activation offload: the host buffers of a training, and their account of host
-    memory."""
+    """Hooks for activation offload: host buffers of a training, and their account of memory."""
 
     _offload: ActivationOffload
 

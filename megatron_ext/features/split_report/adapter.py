@@ -43,8 +43,7 @@ class SplitReportHooks(TrainingHooks):
 
 
 class SplitReport(StepObserver[Step]):
-    """Observer that logs the `split_report` of all ranks once, after a representative training
-    step.
+    """Observer that logs the `split_report` of all ranks once, after a representative step.
 
     In a race with a schedule that ``splits`` the backward pass, that is the first step under such a
     schedule; with CUDA graphs, the first step that replays them.
@@ -81,8 +80,7 @@ class SplitReport(StepObserver[Step]):
 def split_report(
     chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], split: Split
 ) -> str:
-    """Return one line that tells which weight gradients of ``chunks`` wait for W passes, and which
-    not.
+    """Return a line that tells which weight gradients of ``chunks`` wait for W passes.
 
     Gradients of the weights in ``deferred`` wait. ``split`` has reasons why others do not. A
     weight's work is counted in its elements: its gradient is a matrix product with two operations

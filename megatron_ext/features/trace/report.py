@@ -14,8 +14,7 @@ _LARGE = 2**28  # size of a trace in bytes from which a browser takes long to sh
 
 
 def trace_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:
-    """Yield a remark on the size of a trace in bytes, with a fix if it is too large to be
-    viewed."""
+    """Yield a remark on the bytes of a trace, with a fix if it is too large for a viewer."""
     config, program = launch.config, launch.program
     if config.trace is None:
         return

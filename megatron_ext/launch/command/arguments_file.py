@@ -43,8 +43,10 @@ class ArgumentsFile:
 
 
 def read_arguments_file(path: Path) -> ArgumentsFile:
-    """Return the contents of the file of arguments ``path``. Raises ValueError if it is no JSON
-    object."""
+    """Return the contents of the file of arguments ``path``.
+
+    Raises ValueError if it is no JSON object.
+    """
     text = read_text_file(path, "file of arguments", LARGEST_JSON)
     try:
         values = parse_json(text)

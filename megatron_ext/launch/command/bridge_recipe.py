@@ -49,8 +49,10 @@ class _Arguments:
     fields: dict[str, str] = field(default_factory=dict)
 
     def take(self, part: str, settings: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        """Add the ``settings`` of a part of a Bridge config; None does not replace another part's
-        value."""
+        """Add the ``settings`` of a part of a Bridge config.
+
+        None does not replace another part's value.
+        """
         for name, value in settings.items():
             argument = names.get(name, name)
             if name not in _IGNORED and (value is not None or argument not in self.values):
@@ -152,8 +154,7 @@ def _called(recipe: str) -> Any:
 
 
 def _arguments(config: Any) -> _Arguments:
-    """Return Megatron's arguments for the Bridge ``config``, after Bridge has applied all its
-    parts."""
+    """Return Megatron's arguments for the Bridge ``config``, after Bridge has applied its parts."""
     import torch
 
     from megatron_ext.launch.command import megatron_arguments
@@ -241,8 +242,10 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
 
 
 def _derived(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments that follow from fields of the Bridge ``config`` with other
-    names."""
+    """Return Megatron's arguments that follow from Bridge fields with other names.
+
+    The fields are those of ``config``.
+    """
     model = config.model
     transformer = getattr(model, "transformer", model)
 

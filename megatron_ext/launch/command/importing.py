@@ -40,8 +40,10 @@ def as_on(folder: Path | None, environment: Mapping[str, str]) -> Iterator[None]
 
 @contextlib.contextmanager
 def silently() -> Iterator[None]:
-    """Context in which the output of Megatron and torch, which belongs to a training, is
-    suppressed."""
+    """Context in which the output of Megatron and torch is suppressed.
+
+    That output belongs to a training.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

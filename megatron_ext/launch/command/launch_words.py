@@ -257,6 +257,5 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
 
 
 def _number(text: str, default: int | None) -> int | None:
-    """Return the number in ``text``, or ``default`` if ``text`` is a variable that only the shell
-    knows."""
+    """Return the number in ``text``, or ``default`` for a variable that only the shell knows."""
     return default if "$" in text else int(text)

@@ -116,8 +116,7 @@ def _starts_python(words: Sequence[str]) -> bool:
 
 
 def script_behind(words: Sequence[str]) -> int | None:
-    """Return the index of the script in ``words``, if these begin with a program that starts
-    Python.
+    """Return the index of the script in ``words`` if they begin with a program that starts Python.
 
     The script is ``x.py`` or ``-m``. None without such a program or script.
     """
@@ -128,8 +127,7 @@ def script_behind(words: Sequence[str]) -> int | None:
 
 
 def read_launchers(words: Sequence[str], outer: Started) -> Started:
-    """Return what the launcher programs in ``words`` start, each of which runs in the one before
-    it.
+    """Return what the launcher programs in ``words`` start, each run by the one before it.
 
     An example is ``srun -n 16 apptainer exec --env A=1 image``. ``outer`` is what starts the first
     program.

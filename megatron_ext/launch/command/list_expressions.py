@@ -34,8 +34,10 @@ def bounded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _check(text: str) -> None:
-    """Raise ArgumentTypeError if ``text`` is no list expression of integers, or takes long to
-    evaluate."""
+    """Raise ArgumentTypeError unless ``text`` is a list expression of integers.
+
+    A list expression that takes long to evaluate is refused, too.
+    """
     try:
         if isinstance(_value(ast.parse(text, mode="eval").body), list):
             return
@@ -48,8 +50,10 @@ def _check(text: str) -> None:
 
 
 def _value(node: ast.expr) -> _Value:
-    """Return the value of a list expression. Raises ValueError if it is not allowed, or too
-    large."""
+    """Return the value of a list expression.
+
+    Raises ValueError if it is not allowed, or too large.
+    """
     match node:
         case ast.Constant(bool()):
             pass

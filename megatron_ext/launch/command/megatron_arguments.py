@@ -89,8 +89,7 @@ def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_connection(args: Any) -> Iterator[None]:
-    """Context in which the variable `CONNECTIONS` is 1, if it is not set and ``args`` require
-    it."""
+    """Context in which the variable `CONNECTIONS` is 1 if it is not set and ``args`` need it."""
     is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
     if is_ours:
         os.environ[CONNECTIONS] = "1"
@@ -102,8 +101,10 @@ def one_connection(args: Any) -> Iterator[None]:
 
 
 def wants_one_connection(args: Any) -> bool:
-    """Return whether Megatron requires the variable `CONNECTIONS` to be 1 on GPUs before
-    Blackwell."""
+    """Return whether Megatron requires `CONNECTIONS` to be 1 on GPUs before Blackwell.
+
+    `CONNECTIONS` names an environment variable.
+    """
     overlaps = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
     return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
 
@@ -223,8 +224,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(action: argparse.Action) -> _Kind | None:
-    """Return the kind of JSON values that the parser's ``action`` accepts; None if only Megatron
-    checks."""
+    """Return the kind of JSON values that the parser's ``action`` accepts.
+
+    Return None if only Megatron checks.
+    """
     if action.nargs == 0 and isinstance(action.const, bool):
         return _SWITCH
     return _NUMBERS.get(action.type) if action.nargs is None else None  # type: ignore[call-overload]
@@ -348,8 +351,9 @@ def _counting_microbatches(args: Any) -> Iterator[None]:
 
 
 def check_model(args: Any, config: PipelineConfig) -> Any:
-    """Return the model's config that a rank would make of validated ``args``, with the schedule's
-    stages.
+    """Return the model's config that a rank would make of ``args``, with a schedule's stages.
+
+    The arguments are validated.
 
     Raises:
         ValueError: as `validate`.
@@ -365,8 +369,7 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU here, or of the assumed GPU if there is
-    none."""
+    """Return the number of multiprocessors of the GPU here, or of the assumed GPU without one."""
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(0).multi_processor_count
@@ -454,8 +457,7 @@ _MISSING = re.compile(r"assert args\.(\w+) is not None")
 
 @contextlib.contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Context in which any error or exit of Megatron becomes a ValueError; its output is
-    suppressed."""
+    """Context in which an error or exit of Megatron becomes a ValueError, without output."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -79,8 +79,7 @@ def installation(launch: Launch, script: str | None) -> WordFinding | None:
 
 
 def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
-    """Return ``launch`` with flags in place of variables that ``-m megatron_ext`` reads, and
-    remarks.
+    """Return ``launch`` with flags for variables that ``-m megatron_ext`` reads, and remarks.
 
     The log of a start has its variables as flags, and a recipe reads no variables.
 
@@ -105,8 +104,9 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Wor
 
 
 def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
-    """Return our settings in ``launch``: from its flags, or from variables if `megatron_ext.auto`
-    reads them.
+    """Return our settings in ``launch``.
+
+    They come from its flags, or from variables if `megatron_ext.auto` reads them.
 
     Raises:
         ValueError: a setting is not understood.

@@ -40,10 +40,10 @@ SURELY_MEANT = 0.9
 
 @dataclass(frozen=True)
 class WordFinding:
-    """Judgement of words of a launch command: right, perhaps right ("remark"), or a mistake
-    ("wrong").
+    """Judgement of words of a launch command.
 
-    ``fix`` says what to do about the words; "" if nothing has to be done.
+    They are right, perhaps right ("remark"), or a mistake ("wrong"). ``fix`` says what to do about
+    the words; "" if nothing has to be done.
     """
 
     verdict: Literal["right", "remark", "wrong"]
@@ -94,8 +94,7 @@ def unknown_words(
 
 
 def _quoted(argv: Sequence[str], word: str) -> str:
-    """Return what to do about a ``word`` that follows a flag's complete value; "" for any other
-    word.
+    """Return a fix for a ``word`` that follows a flag's complete value; "" for any other word.
 
     The user may have forgotten quotes: a shell splits a value at its spaces.
     """

@@ -132,8 +132,7 @@ def _report_remarks(report: Report, launch: Launch) -> None:
 
 
 def _check_script(report: Report, launch: Launch) -> str | None:
-    """Report whether the script of the launch can be read, and return its text; None if it
-    cannot."""
+    """Report whether the script of the launch can be read, and return its text or None."""
     if launch.log is not None or launch.recipe is not None:
         return None
     path = Path(launch.script)
@@ -204,8 +203,10 @@ def _check_datasets(report: Report, args: Any, megatron_arguments: Any) -> None:
 
 
 def _other_source(args: Any) -> str | None:
-    """Return the flag that brings arguments from elsewhere, such as --yaml-cfg; None without
-    one."""
+    """Return the flag that brings arguments from elsewhere, such as --yaml-cfg.
+
+    Return None without one.
+    """
     if args.yaml_cfg is not None:
         return "--yaml-cfg"
     return "--use-checkpoint-args" if args.use_checkpoint_args else None
@@ -274,8 +275,7 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
 
 
 def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) -> Any:
-    """Return Megatron's arguments parsed from ``words``, with a recipe's settings that have no
-    flags."""
+    """Return Megatron's arguments in ``words``, with a recipe's settings that have no flags."""
     parsed = megatron_arguments.parse_arguments(words)
     if launch.recipe is not None:
         vars(parsed.args).update(launch.recipe.settings)
@@ -283,8 +283,10 @@ def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) ->
 
 
 def _parsed(report: Report, launch: Launch, script: str | None, megatron_arguments: Any) -> Any:
-    """Return Megatron's arguments of the launch, and report unknown words; None if they do not
-    parse."""
+    """Return Megatron's arguments of the launch, and report unknown words.
+
+    Return None if they do not parse.
+    """
     parsed = report.attempt(
         "flags", lambda: _arguments(launch, launch.arguments, megatron_arguments)
     )
@@ -350,8 +352,7 @@ def _check_arguments(
 def _planned(
     report: Report, launch: Launch, config: PipelineConfig, world_size: int, memory: float | None
 ) -> tuple[str, ...]:
-    """Return the arguments of ``launch`` with the flags that ``--pipeline-schedule plan``
-    chooses."""
+    """Return the arguments of ``launch`` with flags that ``--pipeline-schedule plan`` chooses."""
     from megatron_ext.launch.planner.launch_choice import choose_for
 
     chosen = choose_for(

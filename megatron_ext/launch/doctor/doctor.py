@@ -101,8 +101,7 @@ class Diagnosis:
 
     @property
     def allowance(self) -> str:
-        """Value of the variable `ALLOW_UNKNOWN` that would allow all unknown sources; "" without
-        any."""
+        """Value of `ALLOW_UNKNOWN` that would allow all unknown sources; "" without any."""
         unknown = [patch.unknown for patch in self.misfits if patch.unknown is not None]
         return allowance(unknown) if unknown else ""
 

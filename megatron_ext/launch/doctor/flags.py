@@ -16,8 +16,7 @@ def finding_of(word: WordFinding, subject: str) -> Finding:
 def check_words(
     argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], texts: ScriptTexts | None
 ) -> list[Finding]:
-    """Return doctor's findings on the ``unknown`` words of ``argv``, as `unknown_words` judges
-    them."""
+    """Return doctor's findings on ``unknown`` words of ``argv``, as `unknown_words` has them."""
     findings = [finding_of(word, "flags") for word in unknown_words(argv, unknown, flags, texts)]
     if not any(finding.verdict is Severity.WRONG for finding in findings):
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"

@@ -16,8 +16,10 @@ from megatron_ext.patches.engine import PatchError
 
 
 class Severity(StrEnum):
-    """Severity of a finding. RIGHT: checked and fine. REMARK: worth a look, or cannot be known
-    here. WRONG: will fail."""
+    """Severity of a finding.
+
+    RIGHT: checked and fine. REMARK: worth a look, or cannot be known here. WRONG: will fail.
+    """
 
     RIGHT = "right"
     REMARK = "remark"

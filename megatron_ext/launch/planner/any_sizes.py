@@ -62,10 +62,10 @@ _OF_TENSOR = ("tp_comm_overlap",)
 
 
 def plan_sizes(request: LaunchRequest) -> SizesPlan:
-    """Compare parallel sizes, schedules, layouts and recompute for the launch command of
-    ``request``.
+    """Compare parallel sizes, schedules, layouts and recompute for a launch command.
 
-    GPUs, global batch, sequence length, precision and model stay the same.
+    The command is that of ``request``. GPUs, global batch, sequence length, precision and model
+    stay the same.
 
     Raises:
         ValueError: the command or a setting for the plan is not understood, or Megatron refuses it.
@@ -255,8 +255,10 @@ class SizedLaunch:
         self._parsed, self._job = parsed, job
 
     def baseline(self) -> SizedStep | None:
-        """Return the unchanged launch with its figures, as `judge` has them; None if it cannot
-        run."""
+        """Return the unchanged launch with its figures, as `judge` has them.
+
+        Return None if it cannot run.
+        """
         from megatron_ext.launch.planner.alternatives.layouts import own_layout
         from megatron_ext.launch.planner.launch_job import judged_alternative
 
@@ -271,8 +273,7 @@ class SizedLaunch:
         )
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
-        """Return the launch with the parallel ``sizes``, one stage a rank, and layers split
-        evenly."""
+        """Return the launch with parallel ``sizes``, one stage a rank, and layers split evenly."""
         from megatron_ext.adapter.layers import SEGMENT_END, even_layout_text, prediction_depths
 
         variants = self._parsed.variants
@@ -396,8 +397,7 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
-    """Yield a remark on a variable that Megatron demands with ``sizes``, but not without the
-    change."""
+    """Yield a remark on a variable that Megatron demands only with ``sizes``."""
     from megatron_ext.launch.command.megatron_arguments import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1

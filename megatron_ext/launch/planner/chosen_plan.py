@@ -48,10 +48,10 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
 
 
 def _agents_store(request: str) -> dist.Store | None:
-    """Return the store of torchrun's agent, for ranks with the same ``request``; None without
-    torchrun.
+    """Return the store of torchrun's agent, for ranks with the same ``request``.
 
-    Its keys belong to this attempt of the launcher alone.
+    Return None without torchrun. The keys of the store belong to this attempt of the launcher
+    alone.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

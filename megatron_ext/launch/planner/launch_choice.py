@@ -204,8 +204,7 @@ class LaunchChoice(PlannedJob):
 
     @property
     def _is_long(self) -> bool:
-        """Whether steps are so long that searches for schedules take minutes, as `plan` judges
-        it."""
+        """Whether steps are so long that searches for schedules take minutes, as `plan` has it."""
         try:
             args, _ = self.variants.validated(stock_schedule(self.variants.args), VocabMethod.NAIVE)
         except ValueError:

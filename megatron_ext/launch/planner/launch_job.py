@@ -181,8 +181,7 @@ class LaunchJob(PlannedJob):
         return alternative_of(self.parsed.validated, made, write)
 
     def _changed(self, made: Candidate, changed: Changed) -> Alternative:
-        """Return the candidate ``made`` for a ``changed`` command as an alternative, with its
-        flags.
+        """Return the candidate ``made`` of a ``changed`` command as an alternative, with flags.
 
         The flags include those of the layout that it needs.
         """

@@ -10,8 +10,9 @@ from megatron_ext.planner.verdict import Alternative
 
 
 def comparison_with_log(log: LogFigures, estimate: Alternative, ranks: int) -> str | None:
-    """Return the figures of the ``log``, each with that of the ``estimate``, as text; None without
-    any.
+    """Return the figures of the ``log``, each with that of the ``estimate``, as text.
+
+    Return None without any.
 
     Args:
         estimate: the estimate of the same command.

@@ -224,8 +224,10 @@ def _on_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> It
 
 
 def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
-    """Yield a remark on files of the command that are not on this machine; a plan needs none of
-    them."""
+    """Yield a remark on files of the command that are not here.
+
+    A plan needs none of them.
+    """
     if launch is None or launch.log is not None or launch.recipe is not None:
         return
     prefixes: list[str] = []
@@ -341,10 +343,10 @@ def _free(
 
 
 def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:
-    """Return the relative speeds of the pipeline ranks of validated ``args``; None if all are
-    alike.
+    """Return the relative speeds of the pipeline ranks of validated ``args``.
 
-    They are the product of speeds that are given, seen in a trace, and known of the ranks' GPUs.
+    Return None if all are alike. The speeds are the product of those that are given, seen in a
+    trace, and known of the ranks' GPUs.
     """
     of_gpus = None
     ranks = args.pipeline_model_parallel_size
@@ -401,16 +403,17 @@ def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) ->
 
 
 def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> MeasuredFile | None:
-    """Return the costs per layer type in the file that ``config`` names; None without such
-    costs."""
+    """Return the costs per layer type in the file that ``config`` names.
+
+    Return None without such costs.
+    """
     if config.costs.file is None:
         return None
     return load_measured(config.costs.file, short_name(request.gpu))
 
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
-    """Yield remarks on times and memory that are not known, on measured ones, and on one pipeline
-    rank."""
+    """Yield remarks on unknown or measured times and memory, and on a single pipeline rank."""
     if args.pipeline_model_parallel_size == 1:
         yield ONE_RANK
     tower = describe(args).tower

@@ -60,11 +60,11 @@ class LaunchVariants:
     describes_training: bool = True
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of the launch under the schedule ``name``; None if that is not
-        permitted.
+        """Return the problem of the launch under the schedule ``name``.
 
-        It is the problem of the steps with the most samples. The schedule's maturity, or the
-        ``method`` of treating the vocabulary, may not be permitted.
+        Return None if the schedule is not permitted. The problem is that of the steps with the most
+        samples. The schedule's maturity, or the ``method`` of treating the vocabulary, may not be
+        permitted.
 
         Raises:
             ValueError: Megatron or we refuse the schedule with these arguments.
@@ -150,8 +150,7 @@ class LaunchVariants:
         return replace(self, config=config)
 
     def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
-        """Return whether ``--pipeline-recompute fit`` could be added to a launch with these
-        settings."""
+        """Return whether ``--pipeline-recompute fit`` could be added with these settings."""
         options = replace(config.options, recompute=Recompute(fit=True))
         is_given = config.recompute != Recompute()
         if not self.tries_recompute or is_given or options.conflict is not None:
@@ -187,8 +186,7 @@ class LaunchVariants:
         return Written((*flags_of(made), *changed.added), changed.dropped)
 
     def with_values(self, values: Mapping[str, Any]) -> LaunchVariants:
-        """Return the launch with other ``values`` of Megatron's arguments, and more ranks if
-        needed."""
+        """Return the launch with other ``values`` of arguments, and more ranks if needed."""
         args = copy.deepcopy(self.args)
         for name, value in values.items():
             setattr(args, name, value)

@@ -29,8 +29,7 @@ def vision_of_launch(
     given: Mapping[str, Any],
     text: str | None,
 ) -> dict[str, Any]:
-    """Return the settings of the launch's vision tower, by the names of `VISION`; empty without
-    one.
+    """Return the settings of the launch's vision tower, by names of `VISION`; empty without one.
 
     Args:
         args: arguments parsed by Megatron, which knows the sizes of images and patches.
@@ -52,8 +51,7 @@ def vision_of_launch(
 
 
 def _of_example(args: Any, unknown: Sequence[str]) -> dict[str, Any]:
-    """Return vision settings of a launch of Megatron's examples/multimodal; empty for other
-    launches."""
+    """Return vision settings of a launch of Megatron's examples/multimodal; else none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--vision-model-type")
     parser.add_argument("--max-num-tiles", type=int, default=1)

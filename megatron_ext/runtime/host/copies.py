@@ -47,8 +47,10 @@ class DirectCopies:
     """Synchronous copies, for a rank whose memory is the host's."""
 
     def current_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream on which the caller launches its work; None for a device without
-        streams."""
+        """Return the stream on which the caller launches its work.
+
+        Return None for a device without streams.
+        """
         return None
 
     def host_buffer(self, size: int) -> Tensor:
@@ -64,8 +66,7 @@ class DirectCopies:
     def start(
         self, action: Action, pieces: Sequence[CopiedBytes], after: Transfer | None
     ) -> Transfer:
-        """Start the copy ``action`` after the work that this rank has launched so far, and after
-        ``after``.
+        """Start the copy ``action`` after the work launched so far, and after ``after``.
 
         Copies of one direction run in order. ``pieces`` may be empty: nothing is copied.
         """

@@ -85,8 +85,10 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
 
 
 def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
-    """Return the bytes of all host buffers for offload on a rank; None if ``costs`` have no
-    bytes."""
+    """Return the bytes of all host buffers for offload on a rank.
+
+    Return None if ``costs`` have no bytes.
+    """
     if costs.held_bytes is None:
         return None
     sizes = buffer_sizes(row, costs)

@@ -28,8 +28,7 @@ class Offset:
 
 
 def clock_offsets(group: dist.ProcessGroup, device: torch.device) -> list[Offset]:
-    """Return the clock offset of each rank of ``group`` from its first; the same list on every
-    rank.
+    """Return the clock offset of each rank of ``group`` from its first, equal on all ranks.
 
     No rank leaves an all-reduce before every rank has entered it. So rank 0's time of leaving is
     later than another rank's time of entering, and vice versa. The tightest bounds of `ROUNDS`

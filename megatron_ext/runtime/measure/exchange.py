@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 
 class AsyncAllGather:
-    """All-gather of a few float64 numbers for which neither the host nor the computing stream
-    waits.
+    """All-gather of a few float64 numbers, for which neither host nor computing stream waits.
 
     Every rank of ``group`` gives equally many ``numbers``; the start is collective. ``stream`` is a
     GPU's stream used for nothing else; None if tensors are on the CPU.

@@ -36,8 +36,7 @@ class MeasuredSteps:
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program) -> None:
-        """Store the recording of a step of ``program``, without reading it, because reading
-        waits."""
+        """Store the recording of a step of ``program`` without reading it, since reading waits."""
         if program is not self._program:
             self._program = program
             self._recordings.clear()

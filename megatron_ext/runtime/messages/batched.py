@@ -109,8 +109,7 @@ class BatchedTransport(TransportBase):
         self._wait(batch, send)
 
     def received(self, action: Action) -> Tensor:
-        """Return the tensor of the posted receive ``action``, once its batch has been
-        transferred."""
+        """Return the tensor of the posted receive ``action``, once its batch has arrived."""
         batch, tensor = self._in_flight.pop(action)
         self._wait(batch, action)
         return tensor

@@ -21,14 +21,13 @@ _threads: dict[threading.Thread, float] = {}
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
-    """Abort the process ``groups`` and remove them, in bounded time; threads may call it
-    concurrently.
+    """Abort the process ``groups`` and remove them, in bounded time.
 
-    All groups are aborted concurrently, because a kernel of one NCCL communicator may keep the
-    device from ending another communicator. Gloo closes a group with its last reference, once
-    everything that runs on it has ended; a broadcast that waits for its root ends when the root
-    closes too. So the first idle rank makes others fail, which then close their groups. The wait
-    for groups that do not close is at most `CLOSING_SECONDS`.
+    Threads may call this concurrently. All groups are aborted concurrently, because a kernel of one
+    NCCL communicator may keep the device from ending another communicator. Gloo closes a group with
+    its last reference, once everything that runs on it has ended; a broadcast that waits for its
+    root ends when the root closes too. So the first idle rank makes others fail, which then close
+    their groups. The wait for groups that do not close is at most `CLOSING_SECONDS`.
     """
     end = time.monotonic() + CLOSING_SECONDS
     while True:

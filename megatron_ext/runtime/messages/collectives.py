@@ -69,8 +69,10 @@ class Collectives:
         return works
 
     def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
-        """Start to sum ``tensor`` of all ranks in place on ``root``; it is undefined on other
-        ranks."""
+        """Start to sum ``tensor`` of all ranks in place on ``root``.
+
+        On other ranks ``tensor`` is undefined afterwards.
+        """
         work = dist.reduce(
             tensor, self._global_ranks[root], group=self._groups[kind], async_op=True
         )
@@ -100,16 +102,17 @@ class StepCollectives:
         self._in_flight: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
-        """Start to broadcast the ``tensors`` of ``root``; the tensors of other ranks are
-        overwritten."""
+        """Start to broadcast the ``tensors`` of ``root`` over those of the other ranks."""
         tensors = list(tensors)
         with self._calling_all(action, root):
             works = self._collectives.broadcast(action.kind, tensors, root)
         self._in_flight[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
-        """Start to sum ``tensor`` over all ranks, in place on ``root``; elsewhere it is only an
-        input."""
+        """Start to sum ``tensor`` over all ranks, in place on ``root``.
+
+        On other ranks ``tensor`` is only an input.
+        """
         with self._calling_all(action, root):
             works = [self._collectives.sum(action.kind, tensor, root)]
         self._in_flight[action] = works, [tensor], root

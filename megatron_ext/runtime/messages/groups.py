@@ -50,13 +50,13 @@ def make_groups[Key](
     backend: str,
     options: Callable[[], Any] | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """Create a process group for each of ``members``, lists of pipeline ranks; return this rank's
-    groups.
+    """Create a process group for each of ``members``, lists of pipeline ranks.
 
-    torch's new_group names a group by the number of groups before it, and if the world is bound to
-    a device (NCCL's default from torch 2.15 on) it splits the communicator off the world's, which
-    needs all ranks. (``use_local_synchronization`` spares non-members but still counts: ranks that
-    are members of different numbers of groups would wait for each other under different names.)
+    Return this rank's groups. torch's new_group names a group by the number of groups before it,
+    and if the world is bound to a device (NCCL's default from torch 2.15 on) it splits the
+    communicator off the world's, which needs all ranks. (``use_local_synchronization`` spares
+    non-members but still counts: ranks that are members of different numbers of groups would wait
+    for each other under different names.)
 
     The groups have the pipeline's timeout, and each has ``options`` of its own. A member's rank in
     its group is its place among the members.

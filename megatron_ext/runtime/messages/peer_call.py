@@ -17,8 +17,7 @@ from megatron_ext.schedule.action import Action
 
 
 class PeerFailure(RuntimeError):
-    """Error: a call of torch.distributed cannot end, because the rank at its other end has
-    failed."""
+    """Error: a call of torch.distributed cannot end, as the rank at the other end has failed."""
 
 
 class PeerCall:

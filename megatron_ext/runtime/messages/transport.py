@@ -119,8 +119,7 @@ class TransportBase:
         return self._known_channels[key]
 
     def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
-        """Context of a call that the rank at the other end of the message ``action`` can make fail
-        or wait."""
+        """Context of a call that the rank at the other end of ``action`` can make fail or wait."""
         channel = self._channel_of(action)
         if channel.sender == self.rank:
             return PeerCall(self._recorder, action, channel.receiver, "to")

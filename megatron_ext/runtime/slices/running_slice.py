@@ -185,11 +185,10 @@ class _Buffers:
     def write(
         self, span: Span, begin: int, tensors: _Tensors, ranks: dist.ProcessGroup | None
     ) -> _Tensors:
-        """Write a slice's keys and values into the buffers; return views from ``begin`` up to its
-        end.
+        """Write a slice's keys and values into the buffers.
 
-        The views are made from ``data``, so that autograd does not take later writes beyond the
-        slice for changes of saved tensors.
+        Return views from ``begin`` up to its end. The views are made from ``data``, so that
+        autograd does not take later writes beyond the slice for changes of saved tensors.
         """
         if not self._full:
             self._full = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
@@ -246,8 +245,7 @@ class _Attended(torch.autograd.Function):
 
 
 def _with_rows(gradient: Tensor, before: int = 0, after: int = 0) -> Tensor:
-    """Return ``gradient`` with zero rows before and after it, for tokens that nothing attends
-    to."""
+    """Return ``gradient`` with zero rows around it, for tokens that nothing attends to."""
     return pad(gradient, (0, 0) * (gradient.dim() - 1) + (before, after))
 
 

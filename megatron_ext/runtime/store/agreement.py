@@ -182,8 +182,7 @@ def deciding_differences(ranks: Sequence[RankFacts]) -> str:
 
 
 def other_differences(ranks: Sequence[RankFacts]) -> str:
-    """Return the facts in which ``ranks`` may differ but do, a line for each; "" if there are
-    none."""
+    """Return a line for each fact in which ``ranks`` differ but may; "" if there are none."""
     lines = _lines(ranks, decide=False)
     if not lines:
         return ""
@@ -194,8 +193,10 @@ def other_differences(ranks: Sequence[RankFacts]) -> str:
 
 
 def _lines(ranks: Sequence[RankFacts], decide: bool) -> str:
-    """Return a line for each fact in which ``ranks`` differ; only facts that ``decide``, or only
-    others."""
+    """Return a line for each fact in which ``ranks`` differ.
+
+    Only facts that ``decide`` are compared, or only others.
+    """
     groups: dict[int, list[int]] = defaultdict(list)  # ranks by the identity of their facts
     for rank, one in enumerate(ranks):
         groups[id(one.facts)].append(rank)

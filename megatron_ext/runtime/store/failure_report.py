@@ -67,8 +67,7 @@ class FailureReport:
         atexit.register(self.stop)
 
     def leave(self, words: str) -> None:
-        """Report ``words`` to the other ranks as this rank's failure, unless another rank was
-        first.
+        """Report ``words`` as this rank's failure, unless another rank has failed first.
 
         Returns within `LEAVE_SECONDS`.
         """
@@ -99,8 +98,10 @@ class FailureReport:
         return "".join(failed[:1]), "".join(ended[:1])
 
     def stop(self) -> None:
-        """Stop polling; if the store lives in this process, first wait until other ranks have read
-        it."""
+        """Stop polling.
+
+        Other ranks read the store first if it lives in this process.
+        """
         if os.getpid() != self._process:
             return
         atexit.unregister(self.stop)

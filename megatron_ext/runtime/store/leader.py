@@ -79,8 +79,10 @@ def _for_others(error: BaseException, what: str, here: str) -> Exception:
 
 
 def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
-    """Wait for the packed result of ``worker``, another rank; raise RuntimeError if it does not
-    come."""
+    """Wait for the packed result of ``worker``, another rank.
+
+    Raise RuntimeError if it does not come.
+    """
     heard, beats = 0.0, -1
     for seconds in _looks():
         with losing_the_store(f"{worker} was at {what}, for all ranks"):

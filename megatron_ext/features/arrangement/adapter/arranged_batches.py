@@ -35,8 +35,7 @@ _KEYS = 256
 
 
 def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
-    """Replace the sampler of ``loader`` by one that orders and deals microbatches of ``dataset`` by
-    cost.
+    """Replace the sampler of ``loader`` by one that orders and deals microbatches by cost.
 
     No iteration over ``loader`` may have begun. Its sampler is Megatron's, or Megatron-Bridge's
     sampler of whole steps.
@@ -167,8 +166,10 @@ class ArrangedSteps(_ArrangedSampler):
             consumed = sampler.consumed_samples
 
     def _arranged(self, step: NDArray[np.int64], consumed: int) -> list[int]:
-        """Return the samples of this replica; ``step`` has those of all replicas, a row for
-        each."""
+        """Return the samples of this replica.
+
+        ``step`` has those of all replicas, a row for each.
+        """
         replicas, size = len(step), self._sampler.micro_batch_size
         microbatches = step.reshape(replicas, -1, size).swapaxes(0, 1).reshape(-1, size)
         rows = self._rows(microbatches.ravel(), size, replicas, consumed)
@@ -185,8 +186,10 @@ class _Agreement:
         self._number = 0
 
     def check(self, consumed: int, rows: NDArray[np.intp]) -> None:
-        """Raise RuntimeError if another rank arranges the step after ``consumed`` samples
-        differently."""
+        """Raise RuntimeError if ranks differ in the order of a step.
+
+        The step is the one after ``consumed`` samples.
+        """
         if self._store is None:
             return
         key = self._number % _KEYS

@@ -12,8 +12,10 @@ from megatron_ext.features.arrangement.refusals import ARRANGEMENT_REFUSALS
 
 
 class ArrangementHooks(TrainingHooks):
-    """Hooks that check launches whose microbatches are ordered by cost; steps do not see the
-    order."""
+    """Hooks that check launches whose microbatches are ordered by cost.
+
+    Steps do not see the order.
+    """
 
     @override
     @classmethod

@@ -18,8 +18,7 @@ from megatron_ext.features.arrangement.adapter.document_lengths import Ids
 
 
 def weights_in(file: Path) -> NDArray[Any]:
-    """Return the weights of samples in ``file``, mapped into memory, so that they are read when
-    needed.
+    """Return the weights of samples in ``file``, mapped into memory and read when needed.
 
     Raises:
         ValueError: ``file`` is no numpy array of numbers in one dimension.
@@ -55,8 +54,10 @@ class SampleWeights:
             )
 
     def __call__(self, samples: Ids) -> NDArray[np.float64]:
-        """Return the weights of ``samples``. Raises ValueError if a weight is no positive
-        number."""
+        """Return the weights of ``samples``.
+
+        Raises ValueError if a weight is no positive number.
+        """
         weights = np.asarray(self._weights[samples], dtype=np.float64)
         wrong = ~(np.isfinite(weights) & (weights > 0))
         if wrong.any():

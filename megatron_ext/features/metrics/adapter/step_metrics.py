@@ -38,8 +38,7 @@ WARM_UP = 1  # first steps that are not measured, since kernels load and caches 
 
 @dataclass(frozen=True)
 class _Due:
-    """Metrics of ``program`` for the iterations ``first`` to ``last``, whose exchange is under
-    way."""
+    """Metrics of ``program`` for iterations ``first`` to ``last``, while they are exchanged."""
 
     exchange: AsyncAllGather
     program: Program
@@ -66,8 +65,7 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._due: deque[_Due] = deque()
 
     def begin(self, step: ObservedStep) -> None:
-        """Record the step, and start the exchange of the previous interval's metrics if they are
-        due.
+        """Record the step, and start to exchange the previous interval's metrics if they are due.
 
         The exchange is over the pipeline.
         """
@@ -128,8 +126,7 @@ class StepMetrics(StepObserver[ObservedStep]):
 
 
 class _Log:
-    """Writer of metrics to Megatron's log and its TensorBoard and W&B writers, at Megatron's
-    intervals."""
+    """Writer of metrics to Megatron's log, TensorBoard and W&B, at Megatron's intervals."""
 
     def __init__(self, overlap: bool, pipelines: Pipelines | None = None) -> None:
         self._overlap = overlap
@@ -188,6 +185,8 @@ class _Log:
 
 
 def _is_logged(iteration: int) -> bool:
-    """Return whether Megatron logs ``iteration`` in its line or to its writers; equal on all
-    ranks."""
+    """Return whether Megatron logs ``iteration`` or writes it to its writers.
+
+    The result is equal on all ranks.
+    """
     return iteration % line_interval() == 0 or (has_writers() and iteration % log_interval() == 0)

@@ -53,13 +53,14 @@ class ActivationOffload:
         self.bytes_left: Counter[tuple[int, Held]] = Counter()
 
     def expect(self, row: tuple[Action, ...], costs: Costs) -> None:
-        """Prepare offload for steps of a rank's ``row``; ``costs`` may give the sizes of the
-        offloaded tensors."""
+        """Prepare offload for steps of a rank's ``row``.
+
+        ``costs`` may give the sizes of the offloaded tensors.
+        """
         self.buffers.expected = buffer_sizes(row, costs)
 
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
-        """Begin a step in which this rank runs ``row``; called before the rank posts any
-        message."""
+        """Begin a step in which this rank runs ``row``, before the rank posts any message."""
         self.buffers.reserve(most_on_host(row))
         self.bytes_left.clear()
         return OffloadedStep(self, row)
@@ -117,8 +118,7 @@ class OffloadedStep(Owner, PassContext):
     @override
     @contextlib.contextmanager
     def around_forward(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
-        """Context of F, in which the tensors that F saves are collected if they will be
-        offloaded."""
+        """Context of F, which collects the tensors that F saves if they will be offloaded."""
         if (stage, microbatch) not in self._leaves:
             yield
             return

@@ -57,8 +57,7 @@ class Absence:
 
     @property
     def spare(self) -> float:
-        """Seconds for which the memory would be free on the device if nothing else were
-        offloaded."""
+        """Seconds for which memory on the device would be free with this offload alone."""
         return self.end - self.start - self.out_seconds - self.back_seconds
 
 
@@ -288,8 +287,7 @@ class _Link:
         self._ends: list[float] = []
 
     def free_after(self, time: float, seconds: float) -> float:
-        """Return the start of the link's first free interval of ``seconds`` at ``time`` or
-        later."""
+        """Return the start of the first interval of ``seconds`` that is free from ``time`` on."""
         at = bisect_right(self._ends, time)  # first busy interval that ends after ``time``
         while at < len(self._starts) and self._starts[at] < time + seconds:
             time = self._ends[at]
@@ -297,8 +295,7 @@ class _Link:
         return time
 
     def free_before(self, time: float, seconds: float) -> float:
-        """Return the start of the link's last free interval of ``seconds`` that ends by
-        ``time``."""
+        """Return the start of the last free interval of ``seconds`` that ends by ``time``."""
         at = bisect_left(self._starts, time) - 1  # last busy interval that starts before ``time``
         while at >= 0 and self._ends[at] > time - seconds:
             time = self._starts[at]

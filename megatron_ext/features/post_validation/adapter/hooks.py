@@ -34,8 +34,7 @@ from megatron_ext.runtime.owner import Owner
 
 
 class PostValidationHooks(TrainingHooks):
-    """Hooks for post-validation: its messages between ranks, and the optimizer that can roll
-    back."""
+    """Hooks for post-validation: its messages, and the optimizer that can roll back."""
 
     @override
     @classmethod

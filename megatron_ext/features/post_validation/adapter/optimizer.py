@@ -44,8 +44,7 @@ _CLIP_EPSILON = 1e-6  # Megatron's own epsilon, which it adds to the norm before
 
 
 class SpeculativeOptimizer:
-    """Optimizer of Megatron's whose step can be taken before the gradient norm of all ranks is
-    known.
+    """Optimizer of Megatron's that can step before the gradient norm of all ranks is known.
 
     The step has parts: prepare, step, take back, redo. ``optimizer`` is the training loop's (a
     chain or a single one). ``models`` are the rank's chunks, wrapped in DistributedDataParallel.
@@ -69,16 +68,18 @@ class SpeculativeOptimizer:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Copy of the state that an optimizer step overwrites; its text names its place and its
-        size."""
+        """Copy of the state that an optimizer step overwrites.
+
+        Its text names its place and its size.
+        """
         return self._overwritten
 
     @torch.no_grad()
     def prepare(self) -> PartialState:
-        """Prepare the gradients as Megatron does, and return the validation state of this rank's
-        stages.
+        """Prepare gradients as Megatron does, and return their validation state.
 
-        Collective over the ranks that share these stages, which all get the same state.
+        The state is that of this rank's stages. Collective over the ranks that share these stages,
+        which all get the same state.
         """
         scalers = (getattr(part, "grad_scaler", None) for part in self._parts)
         self._values.keep(

@@ -73,8 +73,7 @@ class _Connection:
 
 
 class PostValidation:
-    """State of the optimizer step that may be pending, and of the actions that wait for its
-    validation."""
+    """State of the optimizer step that may be pending, and of actions that wait for it."""
 
     def __init__(self) -> None:
         self._connection: _Connection | None = None
@@ -129,8 +128,10 @@ class PostValidation:
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether the training loop's reductions return this rank's own value, without
-        communication."""
+        """Whether reductions of the training loop skip communication.
+
+        The reductions then return this rank's own value.
+        """
         return self.is_pending or self._is_delivering
 
     @property
@@ -216,8 +217,7 @@ class PostValidation:
         self.log(lambda result: action())
 
     def log(self, deliver: Callable[[Result], None]) -> None:
-        """Defer ``deliver`` until the pending step is validated; it is called with the step's
-        result."""
+        """Defer ``deliver`` until the pending step is validated, and call it with the result."""
         assert self._pending is not None
         self._pending.deferred.append(deliver)
 
@@ -240,10 +240,9 @@ class PostValidation:
             self.verdict(self._connection.messages.verdict())
 
     def verdict(self, total: PartialState) -> bool:
-        """Commit the pending optimizer step, or roll it back and redo it; then run the deferred
-        actions.
+        """Commit the pending optimizer step, or roll it back and redo it.
 
-        ``total`` is the validation state of all ranks.
+        Then run the deferred actions. ``total`` is the validation state of all ranks.
 
         Returns:
             Whether the step was committed. If not, results computed since the step are invalid.
@@ -279,8 +278,7 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """Record a validated optimizer step, which may switch overlapping on or off for the next
-        step."""
+        """Record a validated step, which may switch overlapping on or off for the next one."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

@@ -30,8 +30,7 @@ from megatron_ext.schedule.placement import Placement
 def connect_validation(
     pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
 ) -> None:
-    """Connect the ranks of ``pipeline`` for post-validation, and let steps be speculative from now
-    on.
+    """Connect the ranks of ``pipeline`` for post-validation, and let steps be speculative.
 
     ``models`` are the chunks of this rank. Collective over ``pipeline``.
     """

@@ -13,8 +13,7 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class Validation(Owner):
-    """Owner of post-validation's actions, which validate the previous step while the current one
-    runs."""
+    """Owner of post-validation's actions: validate the previous step during the current one."""
 
     def expect(self) -> None:
         """Start to receive the verdict: whether the previous optimizer step stands.
@@ -24,8 +23,7 @@ class Validation(Owner):
         raise NotImplementedError
 
     def commit_or_rollback(self) -> bool:
-        """Wait for the verdict on the previous optimizer step, and return whether the step is
-        committed.
+        """Wait for the verdict on the previous optimizer step; return whether it is committed.
 
         If not, it has been rolled back and redone as Megatron does it. Random states and data of
         the current step have been restored as well, and the current step restarts.

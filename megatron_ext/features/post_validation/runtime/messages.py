@@ -76,8 +76,7 @@ class ValidationMessages:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is the last of the chain, which then has the norm of the whole
-        pipeline."""
+        """Whether this rank is the last of the chain, which gets the norm of the whole pipeline."""
         return self._after is None
 
     def partial(self) -> PartialState:
@@ -121,8 +120,7 @@ class ValidationMessages:
         self._relay = _Relay(self)
 
     def verdict(self) -> PartialState:
-        """Wait for the verdict (SETTLE): the state of all ranks on the pending step, and return
-        it."""
+        """Wait for the verdict (SETTLE), and return the state of all ranks on the pending step."""
         assert self.is_pending, "no step is pending"
         self.expect()
         self._stop_relay()

@@ -56,8 +56,7 @@ class Snapshot:
     def keep(
         self, tensors: Iterable[Tensor], mappings: Iterable[MutableMapping[Any, Any]] = ()
     ) -> None:
-        """Copy the present contents of ``tensors`` and ``mappings``, in place of the previous
-        snapshot.
+        """Copy the contents of ``tensors`` and ``mappings``, in place of the previous copies.
 
         Raises:
             ValueError: neither the device nor the host has enough memory.

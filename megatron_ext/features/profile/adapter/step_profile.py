@@ -147,8 +147,7 @@ class StepProfile(StepObserver[Step]):
             self._profiles[step.shape].begin(step.recorder)
 
     def end(self, step: Step) -> None:
-        """Store the step's record; if all ranks meet after this step, use the costs measured by
-        all."""
+        """Store the step's record, and use the costs of all ranks if all meet after this step."""
         self._count += 1
         if step.shape in self._measured:
             if self._steps is not None:

@@ -75,8 +75,7 @@ class _MeetingMessage:
 
 
 class StepRace(StepObserver[Step]):
-    """Observer that races the schedules of ``config`` in a training, whose programs are
-    ``programs``."""
+    """Observer that races the schedules of ``config``, whose programs are in ``programs``."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         assert config.race is not None
@@ -121,8 +120,7 @@ class StepRace(StepObserver[Step]):
         self._programs.resolved_spec = self._resolved_specs[spec]
 
     def interrupt(self) -> None:
-        """Exclude the current iteration from the race, because an evaluation or a save follows
-        it."""
+        """Exclude the current iteration from the race, as an evaluation or a save follows."""
         if self._turn is not None:
             self._turn.interrupt()
 
@@ -242,8 +240,7 @@ class StepRace(StepObserver[Step]):
         return self._contestants.baseline
 
     def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
-        """Build the programs of all contestants of the race, which proves that they meet the memory
-        limit.
+        """Build the programs of all contestants, which proves that they fit the memory limit.
 
         Candidates that some rank cannot build are dropped. Collective over the world.
         """
@@ -307,8 +304,10 @@ class StepRace(StepObserver[Step]):
             self._turn.end_step(step.connections.recorder, step.program)
 
     def _end_turn(self, gathered: list[_MeetingMessage], call: Call) -> None:
-        """End a turn of the race, whose iterations every rank has timed. Collective over the
-        pipeline."""
+        """End a turn of the race, whose iterations every rank has timed.
+
+        Collective over the pipeline.
+        """
         race, turn = self._race, self._turn
         assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)

@@ -38,8 +38,9 @@ class SharedModelCall:
     def forward(
         self, original: Callable[..., Any], model: GPTModel, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run GPTModel's forward by ``original``; layers take a row with shared prompts for one
-        document.
+        """Run GPTModel's forward by ``original``.
+
+        Layers take a row with shared prompts for one document.
 
         Raises:
             ValueError: the model mixes tokens in a way that is not known, or a setting of its

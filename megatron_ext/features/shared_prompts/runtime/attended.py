@@ -38,8 +38,7 @@ class AttendedTokens:
 
 
 def tokens_attended_to(row: SharedRow, device: torch.device) -> AttendedTokens:
-    """Return the tokens that the segments of ``row`` attend to, on ``device``, without waiting for
-    it."""
+    """Return the tokens that segments of ``row`` attend to, on ``device``, without waiting."""
     tokens: list[int] = []
     of_segment: list[int] = []
     copies: list[tuple[list[int], list[int]]] = []
@@ -114,8 +113,7 @@ class _View:
 
 @contextlib.contextmanager
 def _regathering(attended: AttendedTokens, tensors: _Tensors, gathered: _Tensors) -> Iterator[None]:
-    """Context in which autograd saves no view of ``gathered``, but gathers ``tensors`` when
-    needed."""
+    """Context in which autograd gathers ``tensors`` when needed, and saves no gathered view."""
     sources = tuple(tensor.detach() for tensor in tensors)
     numbers = {t.untyped_storage().data_ptr(): number for number, t in enumerate(gathered)}
 

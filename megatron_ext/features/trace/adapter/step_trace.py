@@ -93,8 +93,10 @@ class StepTrace(StepObserver[ObservedStep]):
             self._recording = step.recorder.record(clock, with_reductions=True)
 
     def end(self, step: ObservedStep) -> None:
-        """Write the step's trace if the step was recorded; collective over the pipeline in that
-        case."""
+        """Write the step's trace if it was recorded.
+
+        In that case the call is collective over the pipeline.
+        """
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -168,8 +170,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._is_told = True
 
     def _tell(self) -> None:
-        """Log where the time of Megatron's own steps went, and the predicted step time of our
-        schedules."""
+        """Log where the time of Megatron's own steps went, and the time under our schedules."""
         if self._of_stock and self._traced:
             for line in summary(trace_report(self._traced, _SECONDS), self._path.parent):
                 logger.info(line)

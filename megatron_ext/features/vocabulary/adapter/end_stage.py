@@ -49,12 +49,13 @@ class StandIn:
 
 
 class EndStage(ModelStage):
-    """First or last stage under vocabulary parallelism: without embedding, output layer and
-    loss."""
+    """First or last stage under vocabulary parallelism, without embedding, output layer, loss."""
 
     def __init__(self, *args: Any, has_loss: bool, **more: Any) -> None:
-        """Initialise the stage; if it has the loss (``has_loss``), the vocabulary passes compute
-        it."""
+        """Initialise the stage.
+
+        If it has the loss (``has_loss``), the vocabulary passes compute it.
+        """
         super().__init__(*args, has_loss=False, **more)
         self.is_last = has_loss
         # Calls of the model whose F has not run yet, by microbatch.
@@ -74,10 +75,9 @@ class EndStage(ModelStage):
         return _argument("labels", self._awaiting_loss[microbatch])
 
     def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
-        """Return the gradient of the scaled loss by each of ``losses``, the tokens' losses, fp32
-        [b, s].
+        """Return the gradient of the scaled loss by each of ``losses``.
 
-        None in an evaluation.
+        These are the tokens' losses, fp32 [b, s]. None in an evaluation.
         """
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
         call = self._call
@@ -98,8 +98,9 @@ class EndStage(ModelStage):
         return run
 
     def _begin(self) -> ModelCall:
-        """Call the caller's forward_step_func for the next microbatch; return its call of the
-        model.
+        """Call the caller's forward_step_func for the next microbatch.
+
+        Return its call of the model.
 
         Raises:
             ValueError: the function does not call the model exactly once and return its output, or
@@ -145,8 +146,7 @@ def _argument(name: str, call: ModelCall) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """First and last stage on this rank, as the vocabulary passes use them; None for a missing
-    one."""
+    """First and last stage on this rank, for the vocabulary passes; None for a missing one."""
 
     first: EndStage | None
     last: EndStage | None

@@ -84,8 +84,7 @@ class EmbeddingPart(VocabParallelEmbedding):
 
     @property
     def output_rows(self) -> int:
-        """Number of rows of the output layer on this rank, if that layer has no module of its
-        own."""
+        """Number of rows of the output layer here, if that layer has no module of its own."""
         rows: int = self.num_embeddings_per_partition
         return rows
 
@@ -130,8 +129,10 @@ class OutputPart(ColumnParallelLinear):
 
 
 def embedding_part(chunk: torch.nn.Module) -> EmbeddingPart | None:
-    """Return the module with this rank's rows of the embedding in a model chunk; None without
-    one."""
+    """Return the module with this rank's rows of the embedding in a model chunk.
+
+    Return None without one.
+    """
     return next((part for part in chunk.modules() if isinstance(part, EmbeddingPart)), None)
 
 
@@ -182,8 +183,7 @@ def _refuse_changed(chunk: torch.nn.Module) -> None:
 
 
 def _is_changed(name: str, part: OutputPart) -> bool:
-    """Return whether the output layer's module ``part`` does more than Megatron's when it is
-    called.
+    """Return whether the output layer's ``part`` does more than Megatron's when it is called.
 
     ``name`` is its name in the model chunk.
     """
@@ -198,8 +198,7 @@ def _is_changed(name: str, part: OutputPart) -> bool:
 
 
 def _waits_for_parameters(hook: Any) -> bool:
-    """Return whether ``hook`` is one of Megatron's DistributedDataParallel, for overlapped
-    gathers."""
+    """Return whether ``hook`` is DistributedDataParallel's hook for overlapped gathers."""
     return getattr(hook, "__module__", "").startswith("megatron.core.distributed")
 
 

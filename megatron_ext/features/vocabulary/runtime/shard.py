@@ -66,8 +66,7 @@ class VocabularyShard:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size()
 
     def rows_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each token, whether its row is in this shard, and the row (0 for other
-        tokens)."""
+        """Return, for each token, whether its row is in this shard, and the row or 0."""
         rows = tokens - self.first_row
         is_here = (rows >= 0) & (rows < self.rows)
         return is_here, rows.masked_fill(~is_here, 0)
@@ -80,8 +79,7 @@ def look_up(shard: VocabularyShard, tokens: Tensor) -> Tensor:
 
 
 def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Tensor) -> None:
-    """EW: add ``gradient``, [b, s, h], of the embeddings to the gradient of the rows of
-    ``tokens``."""
+    """EW: add ``gradient``, [b, s, h], of the embeddings to that of the rows of ``tokens``."""
     is_here, rows = shard.rows_of(tokens)
     gradient = gradient.float().masked_fill(~is_here.unsqueeze(-1), 0.0)
     summed = torch.ops.aten.embedding_dense_backward(gradient, rows, shard.rows, -1, False)
@@ -144,18 +142,17 @@ def make_logits(
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """Return the softmax statistics [3, s, b] of the whole vocabulary, from all shards' [ranks, 3,
-    s, b]."""
+    """Return softmax statistics [3, s, b] of the vocabulary from the shards' [ranks, 3, s, b]."""
     largest, sums, of_labels = statistics.unbind(1)
     total = largest.amax(0)
     return torch.stack([total, (sums * (largest - total).exp_()).sum(0), of_labels.sum(0)])
 
 
 def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """L: return the tokens' cross entropy, contiguous fp32 [b, s], from the combined
-    ``statistics``.
+    """L: return the tokens' cross entropy, contiguous fp32 [b, s], from ``statistics``.
 
-    A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
+    These are combined over all shards. A label [b, s] outside the ``vocabulary`` counts as the
+    likeliest token, as in Megatron.
     """
     # The losses are contiguous, as Megatron's are, since loss functions of callers flatten them by
     # view().
@@ -184,8 +181,7 @@ def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Ten
 
 
 def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``gradient``, summed over all shards, times the gradient ``by_loss`` [b, s] of each
-    loss."""
+    """Return ``gradient``, summed over shards, times the gradient ``by_loss`` [b, s] of losses."""
     by_loss = by_loss.t()
     if shard.sequence_parallel and shard.tensor_parallel is not None:
         by_loss = by_loss.chunk(shard.tensor_parallel_size)[shard.tensor_parallel.rank()]

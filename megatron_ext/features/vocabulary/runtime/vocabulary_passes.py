@@ -299,8 +299,10 @@ class VocabularyPasses(Owner, PipelineEnds):
         tensors: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]],
         root: int,
     ) -> None:
-        """Start to broadcast the ``tensors`` of ``root``; every rank knows their shapes and
-        types."""
+        """Start to broadcast the ``tensors`` of ``root``.
+
+        Every rank knows their shapes and types.
+        """
         shared = []
         for tensor, shape, dtype in tensors:
             assert (tensor is not None) == self._is_on(root)

@@ -77,8 +77,7 @@ class Log:
 
 @dataclass
 class _Blocks:
-    """Blocks of arguments in a log that is being read: the first complete one, and those still
-    open.
+    """Blocks of arguments in a log that is being read: the first complete one, and open ones.
 
     A log has a block for each start of the training; no others are stored.
     """
@@ -284,8 +283,7 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
 
 
 def _refuse_program(path: Path, name: str, text: str) -> None:
-    """Raise ValueError if the log ``path`` names a Python file as the value of the setting
-    ``name``."""
+    """Raise ValueError if the log ``path`` has a Python file as the value of ``name``."""
     for spec in (text, *text.split()):
         file = file_of(spec)
         if file is not None and file.suffix == ".py":

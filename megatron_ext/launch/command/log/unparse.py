@@ -70,8 +70,7 @@ class Unparsed:
 
 
 def unparse(printed: Mapping[str, str]) -> Unparsed:
-    """Return the flags that give the arguments ``printed`` in a log, after Megatron has validated
-    them.
+    """Return the flags that give the arguments ``printed`` in a log after their validation.
 
     Raises:
         ValueError: Megatron's parser does not take a value, or a list is not understood.
@@ -134,8 +133,7 @@ def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
 
 
 def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
-    """Return whether Megatron's validation derives the printed value of ``name`` from other
-    arguments."""
+    """Return whether Megatron derives the printed value of ``name`` from other arguments."""
     if name in _SAME_AS:
         return printed[name] == printed.get(_SAME_AS[name])
     if name in _WEIGHT_DECAYS:

@@ -19,8 +19,7 @@ _HEADERS = (Path("/usr/include/pybind11"), Path("/usr/local/include/pybind11"))
 
 
 def check_dataset_helpers() -> list[Finding]:
-    """Return a finding if Megatron's dataset helpers are not compiled, or older than their
-    source."""
+    """Return a finding if Megatron's dataset helpers are not compiled, or out of date."""
     datasets = find_spec("megatron.core.datasets")
     if datasets is None or datasets.origin is None:
         return []

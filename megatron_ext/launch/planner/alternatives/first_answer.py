@@ -28,8 +28,7 @@ _RECOMPUTE = 0.15  # share of the planning time after which the first answer com
 
 
 def is_long(args: Any) -> bool:
-    """Return whether steps of validated ``args`` are so long that comparing all schedules takes a
-    minute."""
+    """Return whether steps are so long that comparing all schedules takes a minute."""
     return bool(args.pipeline_model_parallel_size * main_size(args).microbatches >= LONG)
 
 

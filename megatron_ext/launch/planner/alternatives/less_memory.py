@@ -37,8 +37,7 @@ _DOUBLINGS = (2, 4)  # factors by which the number of ranks is raised
 
 
 def _gifts(args: Any) -> Iterator[list[_Gift]]:
-    """Yield each kind of change that saves memory, as a list that begins with the smallest
-    change."""
+    """Yield each kind of change that saves memory, as a list from the smallest change on."""
     if args.recompute_granularity != "full":
         yield [_Gift("--recompute-granularity full", WITH_FULL_RECOMPUTE)]
     for name in ("tensor", "expert", "pipeline"):
@@ -66,8 +65,7 @@ def what_would_fit(variants: LaunchVariants, allowed_bytes: float | None) -> Ite
     taken: dict[_Gift, float] = {}
 
     def least(gifts: Sequence[_Gift]) -> _Gift | None:
-        """Return the first of ``gifts`` (changes) that fits; if none fits, the last that saves
-        memory."""
+        """Return the first of ``gifts`` (changes) that fits, or else the last that saves memory."""
         helps = None
         for gift in gifts:
             fullest = _fullest(variants.with_values(gift.values))

@@ -96,8 +96,7 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[LongSequenceAlternative
 def what_slices_give(
     variants: LaunchVariants, baseline: Candidate, allowed_bytes: float | None
 ) -> str | None:
-    """Return, in words, what the launch gains by slices of sequences, with the flags; None if
-    nothing.
+    """Return, in words, what the launch gains by slices of sequences, with flags; None if nothing.
 
     Slices are tried under the launch's own schedule and a few simple ones. None if slices are
     impossible, or if these schedules without slices take as little time.

@@ -29,8 +29,10 @@ Act = Callable[[bool, Tensor], dist.Work]
 
 
 def patches(send: Act, receive: Act) -> tuple[Patch, ...]:
-    """Return the patches by which all messages of Megatron's own schedules go to ``send``, and come
-    from ``receive``."""
+    """Return patches by which Megatron's own schedules call ``send`` and ``receive``.
+
+    All messages of these schedules go through the two functions.
+    """
 
     def exchange(original: Callable[..., Any], **tensors: Any) -> Any:
         works = original(**tensors)

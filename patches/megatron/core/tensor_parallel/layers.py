@@ -124,8 +124,10 @@ class _WeightGradient:
         self._gathering = gather(self._x, part, group=group, async_op=True)
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Return the operands of the weight's gradient: output gradient and input, [tokens,
-        features]."""
+        """Return the operands of the weight's gradient, [tokens, features].
+
+        They are the output's gradient and the input.
+        """
         if self._gathering is not None:
             self._gathering.wait()
         dy, x = prepare_input_tensors_for_wgrad_compute(self._dy, self._x)

@@ -63,8 +63,7 @@ def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) ->
 
 
 def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Build the iterators of one chunk; after the last chunk, set --eval-iters to the sets'
-    lengths.
+    """Build the iterators of one chunk; after the last one, set --eval-iters to the sets' lengths.
 
     With --full-validation the lengths of the validation sets come from the ranks that read them;
     ranks without a loader would have None, and broadcast it. Megatron builds the loaders chunk by

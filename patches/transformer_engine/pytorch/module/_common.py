@@ -45,8 +45,10 @@ _module_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that split the backward pass of Transformer Engine's linear layers, if
-    installed."""
+    """Return the patches that split the backward pass of Transformer Engine's linear layers.
+
+    There are none if Transformer Engine is not installed.
+    """
     if not can_split():
         return ()
     return (
@@ -160,8 +162,7 @@ def put(
 
 
 class _Part:
-    """Part on this rank of a tensor that was gathered from ``group``, and that will be gathered
-    again.
+    """Part of a tensor on this rank, which was gathered from ``group`` and will be once more.
 
     With sequence parallelism a layer puts an operand that it has gathered, which would be most of
     the memory that waits for W. If W does not follow directly, only the rank's own part is stored,
@@ -189,8 +190,7 @@ class _Part:
 
 
 def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
-    """Return ``x`` and ``dy``, with this rank's `_Part` of the operand that ``module`` has
-    gathered."""
+    """Return ``x`` and ``dy``, one as this rank's `_Part` if ``module`` has gathered it."""
     if queue.w_is_next or not getattr(module, "sequence_parallel", False):
         return x, dy
     if module.parallel_mode == "column" and type(x) is Tensor:
@@ -237,8 +237,11 @@ _Made = tuple[Sequence[Tensor], Sequence[Contribution]]
 
 
 def _deferred(gradient: _Gradient, x: Any, dy: Any) -> Callable[[], Contributions]:
-    """Return the function that computes ``gradient`` of ``x`` and ``dy``: a `RowProduct` if they
-    are tensors or lists of tensors, and not quantised ones, whose rows share scales."""
+    """Return the function that computes ``gradient`` of ``x`` and ``dy``.
+
+    It is a `RowProduct` if they are tensors or lists of tensors, but not for quantised ones, whose
+    rows share scales.
+    """
     in_lists = isinstance(x, list) and isinstance(dy, list)
     operands = (*x, *dy) if in_lists else (x, dy)
 
@@ -304,8 +307,10 @@ class _Gradient:
 def _add_before(
     hooks: Sequence[Callable[[], None]], parameters: Weights, gradients: Contributions
 ) -> None:
-    """Add ``gradients`` to ``.grad``, where ``hooks`` expect them: the hooks of a module's
-    ``register_wgrad_accumulation_and_reduce_hooks``."""
+    """Add ``gradients`` to ``.grad``, where ``hooks`` expect them.
+
+    These hooks are those of a module's ``register_wgrad_accumulation_and_reduce_hooks``.
+    """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             add_to_grad(parameter, gradient)
@@ -335,8 +340,7 @@ def _parameters(module: Any, names: Sequence[str]) -> Weights:
 
 
 def _tensors_in(saved: Any) -> list[Tensor]:
-    """Return the tensors in ``saved``; objects that are no `Tensor`, like quantised ones, are
-    ignored."""
+    """Return the tensors in ``saved``; other objects, such as quantised tensors, are ignored."""
     if isinstance(saved, list | tuple):
         return [tensor for part in saved for tensor in _tensors_in(part)]
     if isinstance(saved, _Part):
@@ -345,8 +349,10 @@ def _tensors_in(saved: Any) -> list[Tensor]:
 
 
 def _cut_off(saved: Any) -> Any:
-    """Return ``saved`` detached from the graph, which would keep the stage's input and its gradient
-    alive."""
+    """Return ``saved`` detached from the graph.
+
+    The graph would keep the stage's input and its gradient alive.
+    """
     if isinstance(saved, list | tuple):
         return [_cut_off(part) for part in saved]
     if not isinstance(saved, Tensor):
