@@ -412,7 +412,7 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
         boundary = Boundary(shape, torch.float32)
         transport = Transport(channels, boundary, line(2), Recorder(rank))
         if rank == 0:
-            with pytest.raises(ValueError, match=r"0SEND_F1 has .* pass on torch\.float32"):
+            with pytest.raises(ValueError, match=r"0SEND_F1 has .* have torch\.float32"):
                 transport.send(Action(0, Kind.SEND_F, 1), tensor)
         dist.barrier()  # the barrier keeps a rank alive until its peer has connected
 

