@@ -245,7 +245,7 @@ def test_a_record_of_another_version_is_named(version: object, tmp_path: Path) -
     path = tmp_path / "race.json"
     save_race_record(record(), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
-    with pytest.raises(ValueError, match=rf"its version is {version}, and only 2 is known"):
+    with pytest.raises(ValueError, match=rf"race record is {version}, and only 2 is known"):
         load_race_record(path)
 
 
