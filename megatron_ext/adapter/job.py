@@ -251,6 +251,12 @@ def _estimated(
             f"the costs of {job.name} are estimated from its language model, and ignore the "
             f"parameters outside it ({others}); {_REMEDY}"
         )
+    why = layers.model.why_no_estimate
+    if why is not None and measured is None and tell is not None:
+        tell(
+            f"no estimate of the costs of {job.name}: {why}. The schedule is made for the costs of "
+            f"plain attention; {_REMEDY}"
+        )
     reached = measured or rates(layers.execution.precision)
     costs = estimate(layers.model, layers.stages, layers.execution, reached, slices)
     costs = with_links(costs, job.placement, reached, job.ranks, job.stride)

@@ -87,6 +87,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         mtp_layer=_layer_of_depths(get, layers),
         is_frozen=bool(get("freeze_language_model")),
         tower=_tower(get, hidden_size),
+        sparse_attention=_sparse_attention(get) or "",
         unknown=_unknown(get, layers),
     )
 
@@ -263,12 +264,17 @@ def _whole_in_userbuffers(get: _Get) -> frozenset[str]:
     return frozenset(["row", "column"] if of_columns else ["row"])
 
 
+def _sparse_attention(get: _Get) -> str | None:
+    """Return Megatron's name of a sparse attention; None without one."""
+    variant: str | None = get("experimental_attention_variant")
+    return None if variant == "gated_delta_net" else variant
+
+
 def _unknown(get: _Get, layers: Sequence[str]) -> tuple[str, ...]:
     words = [word for name, word in _NOT_DESCRIBED.items() if get(name)]
     if get("vision") and not isinstance(get("vision"), Mapping):
         words.append("a vision tower")
-    variant = get("experimental_attention_variant")
-    if variant not in (None, "gated_delta_net"):
+    if variant := _sparse_attention(get):
         words.append(f"attention of the kind {variant}")
     others = sorted(set("".join(layers)) - SYMBOLS)
     return (*words, *(f"layers {symbol} of the pattern" for symbol in others))

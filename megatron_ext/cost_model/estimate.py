@@ -97,6 +97,7 @@ def _of_microbatch(
             hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {}
         ),
         origin="estimated from the model's dimensions" if measured is None else measured.origin,
+        no_estimate=(model.why_no_estimate or "") if measured is None else "",
     )
     # Measured seconds of passes contain what ranks waited for tensor-parallel exchanges, so no part
     # of the exchanges is subtracted.

@@ -40,6 +40,8 @@ class Model:
         is_frozen: whether the language model's own parameters are frozen. Adapters on them are not
             counted.
         tower: the vision tower in front of the language model, on its first stage.
+        sparse_attention: Megatron's name of an attention in which tokens choose those that they
+            attend to, in place of ``*``; "": there is none.
         unknown: settings of the model that this description ignores, in words.
     """
 
@@ -97,6 +99,7 @@ class Model:
     is_causal: bool = True
     is_frozen: bool = False
     tower: Tower | None = None
+    sparse_attention: str = ""
 
     unknown: tuple[str, ...] = ()
 
@@ -104,6 +107,16 @@ class Model:
     def is_known(self) -> bool:
         """Whether the costs of all parts of the model's layers are known."""
         return set("".join(self.layers)) <= SYMBOLS
+
+    @property
+    def why_no_estimate(self) -> str | None:
+        """Reason why seconds of the model cannot be estimated; None if they can."""
+        if not self.sparse_attention:
+            return None
+        return (
+            f"how long sparse attention ({self.sparse_attention}) takes is not known (published "
+            f"steps take a fifth of what plain attention would, to six times as long)"
+        )
 
     @property
     def query_width(self) -> int:

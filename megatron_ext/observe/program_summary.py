@@ -82,15 +82,17 @@ def summarize(program: Program) -> str:
         held = f" ({bytes_text(max(peaks(program.schedule, in_bytes(costs))))})"
     offloads = problem.options.activation_offload is not Offload.NONE
     outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
+    predicted = f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%})"
+    basis = f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
+    if costs.no_estimate:
+        predicted, basis = "no estimate of its bubble", f"no estimate: {costs.no_estimate}"
     return (
         f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
         f"{counted(problem.microbatches, 'microbatch')}{_of_slices(problem)}: "
-        f"predicted bubble {bubble:.1%} of the makespan (1f1b {stock:.1%}), "
-        f"peak {counted(peak, 'microbatch')}{held}"
+        f"{predicted}, peak {counted(peak, 'microbatch')}{held}"
         f"{_frozen_part(problem)}{_offloaded_part(program)}{_recomputed_part(program)}"
         f"{_paired_part(program)}"
-        f"{_what_overlaps(program)}; "
-        f"costs {costs.origin} (of a microbatch on one rank): {outlined}"
+        f"{_what_overlaps(program)}; {basis}"
     )
 
 
@@ -103,7 +105,10 @@ def _of_slices(problem: Problem) -> str:
 
 
 def _what_overlaps(program: Program) -> str:
-    return f"; {what_overlapping_gains(program)}" if program.problem.options.steps_overlap else ""
+    problem = program.problem
+    if not problem.options.steps_overlap or problem.costs.no_estimate:
+        return ""
+    return f"; {what_overlapping_gains(program)}"
 
 
 def _frozen_part(problem: Problem) -> str:

@@ -327,6 +327,8 @@ class Costs:
             given here; a missing kind of pass takes the same time for all microbatches. {}:
             microbatches are alike. Bytes do not vary: they are those of the largest microbatch.
         origin: how these figures came about, for people to read.
+        no_estimate: reason why the seconds of this model cannot be estimated, so that these are
+            others' in their place; "": they are its own.
     """
 
     passes: PassCosts
@@ -340,6 +342,7 @@ class Costs:
     tower: TowerCosts | None = None
     at_places: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     origin: str = "given"
+    no_estimate: str = ""
 
     @property
     def seconds(self) -> Mapping[Kind, tuple[float, ...]]:

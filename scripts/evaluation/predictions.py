@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from scripts.evaluation.measured import PublishedStep
+from scripts.evaluation.recipes.configured import NoEstimate
 from scripts.evaluation.trainings import training_of
 
 
@@ -37,11 +39,13 @@ class PredictedStep:
 
 
 def predict(steps: Iterable[PublishedStep], report: Callable[[], None]) -> list[PredictedStep]:
-    """Return the predictions of ``steps``. ``report`` is called after each step."""
+    """Return the predictions of those of ``steps`` that have an estimate. ``report`` is called
+    after each step."""
     found = []
     for step in steps:
-        made = training_of(step).predicted()
-        found.append(PredictedStep(step, made.seconds, made.fullest))
+        with suppress(NoEstimate):
+            made = training_of(step).predicted()
+            found.append(PredictedStep(step, made.seconds, made.fullest))
         report()
     return found
 
@@ -61,8 +65,11 @@ class Percentiles:
         return cls(median, p10, p90, len(figures))
 
 
+NEW_CONTAINERS = "Megatron-Bridge, containers from 26.06 on"
 # First version of the container whose published figures are of today's software.
 _NEW_SOFTWARE = 26.06
+GLM = "GLM-5.2 (sparse attention), H100 and GB200"
+CARDS = "model cards, GB200 and GB300"
 _JOBS = {
     "zb": "zero bubble, A100",
     "vocab artifact": "vocabulary parallelism, its artifact, A100",
@@ -73,8 +80,8 @@ _JOBS = {
     "dsv3": "DeepSeek-V3, ISCA 2025, H800",
     "pr6311": "Megatron-LM #6311, H100",
     "moe_recipes": "Megatron-LM's moe_recipes, B200",
-    "card GLM": "GLM-5.2 (sparse attention), H100 and GB200",
-    "card": "model cards, GB200 and GB300",
+    "card GLM": GLM,
+    "card": CARDS,
 }
 
 
@@ -88,7 +95,7 @@ def group_of(step: PublishedStep) -> str:
         gpu = step.gpu.removeprefix("DGX-")
         if float(container[1]) < _NEW_SOFTWARE:
             return "Megatron-Bridge, containers before 26.06"
-        return f"Megatron-Bridge, containers from 26.06 on, {gpu}"
+        return f"{NEW_CONTAINERS}, {gpu}"
     return next(name for prefix, name in _JOBS.items() if step.job.startswith(prefix))
 
 

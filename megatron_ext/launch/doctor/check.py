@@ -487,6 +487,8 @@ def _say_what_slices_give(
     is_divided = config.options.vocab_parallel is not VocabularyParallel.NONE
     if predicted is None or not predicted.ranks or is_divided:
         return
+    if made.program.problem.costs.no_estimate:
+        return
     is_full = (
         gpu_bytes is not None and max(rank.total_bytes for rank in predicted.ranks) > gpu_bytes
     )
@@ -566,20 +568,17 @@ def _predict(
     problem = program.problem
     placement, costs = problem.placement, problem.costs
     layers = layers_of_stages(args, placement)
-    prediction = Prediction(
-        program.schedule.name,
-        problem.microbatches,
-        costs.origin,
-        bubble=simulate(program, costs).bubble_share_makespan,
-        bubble_1f1b=stock_1f1b(problem).bubble_share_makespan,
-    )
+    bubble = bubble_1f1b = None
+    predicted = f"no estimate of its bubble: {costs.no_estimate}"
+    if not costs.no_estimate:
+        bubble = simulate(program, costs).bubble_share_makespan
+        bubble_1f1b = stock_1f1b(problem).bubble_share_makespan
+        predicted = f"predicted bubble {bubble:.1%} (1f1b {bubble_1f1b:.1%}), costs {costs.origin}"
+    name, number = program.schedule.name, problem.microbatches
+    prediction = Prediction(name, number, costs.origin, bubble, bubble_1f1b)
     report.prediction = prediction
-    report.add(
-        Severity.RIGHT,
-        "schedule",
-        f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
-        f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
-    )
+    text = f"{name}, {counted(number, 'microbatch')}: {predicted}"
+    report.add(Severity.RIGHT, "schedule", text)
     unknown = None
     if config.costs.is_estimate:
         unknown = assumptions(args, partial(hidden_in_pairs, args))

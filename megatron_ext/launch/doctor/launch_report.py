@@ -72,15 +72,15 @@ class Prediction:
     Attributes:
         costs: origin of the costs.
         bubble, bubble_1f1b: idle shares of the makespan under the launch's schedule, and under
-            1F1B.
+            1F1B; None if there is no estimate.
         ranks: memory of each rank; empty if it cannot be estimated.
     """
 
     schedule: str
     microbatches: int
     costs: str
-    bubble: float
-    bubble_1f1b: float
+    bubble: float | None
+    bubble_1f1b: float | None
     ranks: tuple[RankPrediction, ...] = ()
 
     def as_data(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     )
 
     _check(request, parsed)
+    parsed.require_costs()
     job = sized_job_of(request, parsed)
     launch = SizedLaunch(parsed, job)
     baseline_step = launch.baseline()

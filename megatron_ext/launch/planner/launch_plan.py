@@ -31,6 +31,7 @@ def plan_launch(
     def planned(parsed: ParsedLaunch) -> JobPlan:
         from megatron_ext.launch.planner.launch_job import launch_job_of
 
+        parsed.require_costs()
         job = launch_job_of(request, parsed)
         made = plan_job(job, with_curves=with_curves, lengths=lengths)
         return _with_figures_of_log(made, request.launch)

@@ -129,6 +129,16 @@ class ParsedLaunch:
         """Model, ranks and microbatches of the launch, in words."""
         return _facts(self.validated, self.variants.world_size)
 
+    def require_costs(self) -> None:
+        """Raise ValueError if costs are neither given nor measured, and there is no estimate."""
+        is_estimate = self.measured is None and self.variants.config.costs.is_estimate
+        why = describe(self.validated).why_no_estimate
+        if is_estimate and why is not None:
+            raise ValueError(
+                f"no estimate: {why}; write --costs FILE with what --pipeline-costs profile or "
+                f"rehearse measured, or times such as --costs f=10,i=12,w=8,comm=1"
+            )
+
 
 def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) -> T:
     """Return the result of ``work`` on the parsed launch of ``request``.

@@ -17,12 +17,16 @@ from scripts.evaluation.recipes.gains import Configuration
 from scripts.evaluation.recipes.recipe import Recipe
 
 
+class NoEstimate(ValueError):
+    """Error: the costs of a recipe's layers are not known."""
+
+
 def configuration_of(recipe: Recipe) -> Configuration:
     """Return the configuration of ``recipe`` under Megatron's schedule.
 
     Raises:
-        ValueError: Megatron refuses the recipe; or its GPU, its number of GPUs or its layers are
-            not known.
+        NoEstimate: the costs of its layers are not known.
+        ValueError: Megatron refuses the recipe; or its GPU or its number of GPUs is not known.
     """
     if recipe.gpu not in GPUS or recipe.gpus is None:
         raise ValueError(
@@ -38,9 +42,11 @@ def configuration_of(recipe: Recipe) -> Configuration:
         setattr(args, name, recipe.settings.get(name))
     model = describe(args)
     if not model.is_known or set(model.unknown) & _TOO_MUCH:
-        raise ValueError(
+        raise NoEstimate(
             f"some layers of the recipe's model are unknown: {', '.join(model.unknown)}"
         )
+    if model.why_no_estimate is not None:
+        raise NoEstimate(f"no estimate: {model.why_no_estimate}")
     run = execution(args, args.seq_length, args.micro_batch_size)
     ranks = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -74,4 +80,4 @@ def configuration_of(recipe: Recipe) -> Configuration:
     )
 
 
-_TOO_MUCH = {"hyper connections", "attention of the kind dsv4_hybrid"}
+_TOO_MUCH = {"hyper connections"}

@@ -169,6 +169,20 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
         assert told in text and "--pipeline-costs profile measures them" in text
 
 
+def test_a_training_with_sparse_attention_is_told_of_no_estimate() -> None:
+    """A model with sparse attention trained under costs of plain attention without a word. Now its
+    schedule is made for the same costs, and a line says so."""
+    sparse = replace(CONFIG)
+    sparse.experimental_attention_variant = "dsa"
+    lines: list[str] = []
+    costs = costs_of_model(sparse, line(2), [size(2), size(2)], 16, 1, lines.append)
+    (text,) = lines
+    assert text.startswith("no estimate of the costs of Llama: how long sparse attention (dsa)")
+    assert text.endswith("--pipeline-costs profile measures them (of install: costs='profile')")
+    plain = costs_of_model(CONFIG, line(2), [size(2), size(2)], 16, 1)
+    assert costs.no_estimate and costs == replace(plain, no_estimate=costs.no_estimate)
+
+
 def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training ends if a weight that was frozen in its first step is trained later: no backward
     pass runs on that stage, so the gradient would be missing without an error."""

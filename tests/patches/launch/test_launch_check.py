@@ -76,9 +76,29 @@ def test_a_right_command() -> None:
     prediction = report.prediction
     assert prediction is not None
     assert prediction.schedule == "zb-v" and prediction.microbatches == 4
+    assert prediction.bubble is not None and prediction.bubble_1f1b is not None
     assert 0 < prediction.bubble < prediction.bubble_1f1b
     assert [rank.layers for rank in prediction.ranks] == [2, 2, 2, 2]
     assert all((rank.activation_bytes or 0) > 0 for rank in prediction.ranks)
+
+
+def test_a_bubble_of_sparse_attention_has_no_estimate() -> None:
+    """The bubble of a model with sparse attention was predicted as of plain attention, whose steps
+    take a fifth to five times as long. Memory is still predicted."""
+    sparse: dict[str, Any] = {
+        "experimental_attention_variant": "dsa",
+        "multi_latent_attention": True,
+        "disable_bias_linear": True,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+    }
+    report = checked(**sparse)
+    prediction = report.prediction
+    assert prediction is not None and prediction.bubble is None, told(report, Severity.WRONG)
+    assert all((rank.activation_bytes or 0) > 0 for rank in prediction.ranks)
+    schedule = next(text for text in told(report, Severity.RIGHT) if text.startswith("schedule"))
+    assert "no estimate of its bubble: how long sparse attention (dsa) takes" in schedule
+    assert "%" not in schedule
 
 
 def test_the_weights_of_samples_are_read(tmp_path: Path) -> None:

@@ -123,6 +123,23 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(app, ["plan", *words])
 
 
+def test_sparse_attention_has_no_estimate() -> None:
+    """Plans of models with sparse attention had the seconds of plain attention, a fifth to five
+    times those of published steps. Given times are taken."""
+    sparse: dict[str, Any] = {
+        "experimental_attention_variant": "dsa",
+        "multi_latent_attention": True,
+        "disable_bias_linear": True,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+    }
+    with pytest.raises(ValueError, match=r"^no estimate: how long sparse attention \(dsa\) takes"):
+        made(**sparse)
+    times = ("--pipeline-costs", "f=10,i=12,w=8,comm=1")
+    request = LaunchRequest(launch(**sparse), gpu=parse_gpu("h100"), settings=times)
+    assert taken_of(plan_launch(request)).step > 0
+
+
 def test_a_launch_with_virtual_stages() -> None:
     """`plan` compares a launch with four chunks a rank with schedules that have other numbers of
     chunks. It refused such a launch, because a linear placement has one chunk a rank and a V

@@ -269,7 +269,7 @@ def by_doctor(launch: Launch) -> Answer:
     if whys:
         return Answer(tuple(whys))
     made = report.prediction
-    assert made is not None
+    assert made is not None and made.bubble is not None
     is_known = all(rank.activation_bytes is not None for rank in made.ranks)
     ranks = tuple(rank.total_bytes for rank in made.ranks) if is_known else ()
     return Answer((), made.microbatches, made.bubble, ranks)
