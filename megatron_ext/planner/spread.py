@@ -41,7 +41,8 @@ class ErrorSpread:
 
 
 # A divided vocabulary and the overlap have the spreads from before constants were taken from these
-# rows or from stage times of the same trainings, by which they would be 4.7 % and 1.0 %.
+# rows or from stage times of the same trainings, by which they would be 4.7 % and 1.0 %; and the
+# schedule that from before zb-h2's rows were found to be ZB-2p's, by which it would be 1.9 %.
 SPREADS: Mapping[ComparisonKind, ErrorSpread] = {
     ComparisonKind.SCHEDULES: ErrorSpread(0.053, 36, "zero-bubble paper, A100"),
     ComparisonKind.LAYOUTS: ErrorSpread(0.030, 5, "vocabulary parallelism, A100"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from scripts.evaluation.bars import BARS
+from scripts.evaluation.bars import violations
 from scripts.evaluation.measured import MEASURED, read_measured
 from scripts.evaluation.page import text_of, write
 from scripts.evaluation.spreads import measured_errors
@@ -90,10 +90,10 @@ def _evaluate_steps(file: Path, console: Console, *, writes: bool) -> tuple[obje
     print(text)
     if writes:
         write(text)
-    broken = [f"{bar.text}: {why}" for bar in BARS if (why := bar.broken_by(made.lines))]
-    for line in broken:
-        console.print(f"below its bar: {line}", markup=False)
-    return as_data(made), int(bool(broken))
+    unexpected = violations(made.lines)
+    for line in unexpected:
+        console.print(line, markup=False)
+    return as_data(made), int(bool(unexpected))
 
 
 if __name__ == "__main__":

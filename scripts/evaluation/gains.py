@@ -7,14 +7,16 @@ plan recommends, unlike the error of the seconds themselves, which both steps sh
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.planner.verdict import WORTH
-from scripts.evaluation.predictions import PredictedStep
+from scripts.evaluation.predictions import CARDS, NEW_CONTAINERS, PredictedStep, group_of
 
 LAYERS_MOVED = "1f1b, layers moved"  # 1F1B with layers moved to other stages
+TRAINED, ADAPTED = "all weights trained, one layout", "LoRA, one layout"
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,38 @@ def overlaps(found: Sequence[PredictedStep]) -> Iterator[tuple[str, StepRatio]]:
     for name, (first, second) in _OF_6311.items():
         if {first, second} <= set(numbered):
             yield name, StepRatio(numbered[first], numbered[second])
+
+
+Work = tuple[str, ...]
+
+
+def on_both_generations(found: Iterable[PredictedStep]) -> list[StepRatio]:
+    """Return the seconds on GB300 over those on GB200, of each work that a container of 26.06 or
+    later, or a card, has on both. Layouts are each GPU's own."""
+    by_work: dict[Work, dict[str, PredictedStep]] = defaultdict(dict)
+    for one in found:
+        if group_of(one.step).startswith((NEW_CONTAINERS, CARDS)):
+            job = re.sub("gb[23]00", "", one.step.job, flags=re.IGNORECASE)
+            work = (job, one.step.source, one.step.cells["precision"])
+            by_work[work][one.step.gpu] = one
+    pairs = [(of.get("DGX-GB300"), of.get("DGX-GB200")) for of in by_work.values()]
+    return [StepRatio(a, b) for a, b in pairs if a is not None and b is not None]
+
+
+_LAYOUT = ("tp", "pp", "cp", "ep", "vpp", "mbs", "layout")
+
+
+def in_both_scales(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
+    """Return the seconds in MXFP8 over those in FP8 with one scale for a tensor, of each job that
+    both have with one layout, by what is trained."""
+    by_job: dict[Work, dict[str, PredictedStep]] = defaultdict(dict)
+    for one in found:
+        step = one.step
+        layout = (step.job, step.source, *(step.cells[name] for name in _LAYOUT))
+        by_job[layout][step.cells["precision"]] = one
+    pairs: dict[str, list[StepRatio]] = defaultdict(list)
+    for of in by_job.values():
+        if {"MXFP8", "FP8"} <= set(of):
+            name = ADAPTED if " lora" in of["FP8"].step.job else TRAINED
+            pairs[name].append(StepRatio(of["MXFP8"], of["FP8"]))
+    return pairs

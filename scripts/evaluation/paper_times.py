@@ -22,7 +22,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 from scripts.evaluation.measured import PublishedStep
 from scripts.evaluation.predictions import PredictedStep
 from scripts.evaluation.stage_times import PublishedStage
-from scripts.evaluation.trainings import DescribedTraining
+from scripts.evaluation.trainings import DescribedTraining, schedule_of
 
 _PASSES = {Kind.FORWARD: "F", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
@@ -66,7 +66,7 @@ def _training(step: PublishedStep, times: PublishedStage, launch: float) -> Desc
     ) -> list[ModelBytes]:
         return [ModelBytes(0.0, 0.0, 0.0)] * placement.ranks
 
-    spec, _, option = step.schedule.partition(" + ")
+    spec, option = schedule_of(step)
     work = Work(
         model,
         step.pipeline,

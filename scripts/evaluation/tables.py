@@ -8,16 +8,26 @@ figure hides behind another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from scripts.evaluation.gains import StepRatio, over_1f1b, overlaps, pairs_in_order
+from scripts.evaluation.gains import (
+    StepRatio,
+    in_both_scales,
+    on_both_generations,
+    over_1f1b,
+    overlaps,
+    pairs_in_order,
+)
 from scripts.evaluation.measured import PublishedStep
 from scripts.evaluation.paper_times import simulated
 from scripts.evaluation.predictions import (
+    CARDS,
+    NEW_CONTAINERS,
     Percentiles,
     PredictedStep,
     by_group,
+    group_of,
     predict,
 )
 from scripts.evaluation.sizes import OF_SIZES, orders, pairs_of_sizes, predict_sizes
@@ -32,12 +42,14 @@ class Evaluation:
     """All figures of the evaluation.
 
     Attributes:
-        steps: the published steps with their predictions.
+        steps: the published steps that have an estimate, with their predictions.
+        unpredicted: the other published steps.
         lines: the lines of the table.
         sizes: predicted ratios divided by measured ones, of pairs of steps with other sizes.
     """
 
     steps: Sequence[PredictedStep]
+    unpredicted: Sequence[PublishedStep]
     lines: Sequence[FigureLine]
     sizes: Sequence[float]
 
@@ -51,28 +63,43 @@ class FigureLine:
         name: the group of rows, or the schedule.
         rows: number of rows or pairs.
         in_view: how many of them were known when a constant of the estimate was chosen.
-        spread: percentiles of predicted over measured; None if only an order is compared.
-        order: how many pairs are in the right order, and how many differ; None if no order is
+        figures: predicted over measured, by row; () if only an order is compared.
+        order: how many rows or pairs are right, and how many there are; None if no order is
             compared.
-        worst: predicted over measured of the row that is the farthest off.
+        is_estimated: whether there is an estimate of these rows.
     """
 
     kind: str
     name: str
     rows: int
     in_view: int
-    spread: Percentiles | None = None
+    figures: tuple[float, ...] = ()
     order: tuple[int, int] | None = None
-    worst: float | None = None
+    is_estimated: bool = True
+
+    @property
+    def spread(self) -> Percentiles | None:
+        """Percentiles of the figures; None without figures."""
+        return Percentiles.of(self.figures) if self.figures else None
 
 
 def _line(kind: str, name: str, figures: Sequence[float], in_view: int = 0) -> FigureLine:
-    worst = max(figures, key=lambda figure: abs(figure - 1))
-    return FigureLine(kind, name, len(figures), in_view, Percentiles.of(figures), worst=worst)
+    return FigureLine(kind, name, len(figures), in_view, tuple(figures))
+
+
+def _in_range(line: FigureLine, least: float, most: float) -> FigureLine:
+    """Return ``line`` with the number of its figures from ``least`` to ``most``."""
+    right = sum(least <= figure <= most for figure in line.figures)
+    return replace(line, order=(right, line.rows))
 
 
 SECONDS = "seconds of a step"
 PEAKS = "peak of the fullest rank"
+AUTOMATIC = "zero bubble's zb-h2, A100"
+NEW = "containers from 26.06 on, and cards but GLM's: 0.85 to 1.18"
+GENERATIONS = "seconds on GB300 over GB200"
+SAME_WORK = "of one work in one container: 0.92 to 1.08"
+SCALES = "predicted seconds in MXFP8 over those in FP8"
 GAINS = "gain over 1F1B"
 GAINS_GIVEN = "gain over 1F1B, simulated with the paper's pass times"
 ORDER = "order of schedules of one job"
@@ -88,26 +115,58 @@ def evaluate_all(
     """Return all figures; ``report`` is called after each step and each of `OTHER_PARTS` others."""
     of_one_size = [step for step in steps if not step.job.startswith(OF_SIZES)]
     found = predict(of_one_size, report)
-    lines = [*of_steps(found), *of_gains(found), *with_papers_times(of_one_size, stages)]
+    predicted = {one.step.number for one in found}
+    unpredicted = [step for step in of_one_size if step.number not in predicted]
+    lines = [
+        *of_steps(found, unpredicted),
+        *of_machines(found),
+        *of_gains(found),
+        *with_papers_times(of_one_size, stages),
+    ]
     report()
     ordered, sizes = of_sizes([step for step in steps if step not in of_one_size])
     lines += [*of_passes(stages), *ordered]
     report()
-    return Evaluation(found, lines, sizes)
+    return Evaluation(found, unpredicted, lines, sizes)
 
 
 OTHER_PARTS = 2
 
 
-def of_steps(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
+def of_steps(
+    found: Sequence[PredictedStep], unpredicted: Sequence[PublishedStep]
+) -> Iterator[FigureLine]:
     groups = by_group(found)
     for name, rows in groups.items():
-        known = sum(one.step.in_view for one in rows)
-        yield _line(SECONDS, name, [one.ratio for one in rows], known)
-    for name, rows in groups.items():
+        yield _seconds(name, rows)
+    for name in dict.fromkeys(map(group_of, unpredicted)):
+        number = sum(group_of(step) == name for step in unpredicted)
+        yield FigureLine(SECONDS, name, number, 0, is_estimated=False)
+    new = [one for one in found if group_of(one.step).startswith((NEW_CONTAINERS, CARDS))]
+    if new:
+        yield _in_range(_seconds(NEW, new), 0.85, 1.18)
+    automatic = [one for one in found if one.step.schedule.startswith("zb-h2")]
+    for name, rows in [*groups.items(), (AUTOMATIC, automatic)]:
         ratios = [one.peak_ratio for one in rows if one.peak_ratio is not None]
         if ratios:
             yield _line(PEAKS, name, ratios)
+
+
+def _seconds(name: str, rows: Sequence[PredictedStep]) -> FigureLine:
+    known = sum(one.step.in_view for one in rows)
+    return _line(SECONDS, name, [one.ratio for one in rows], known)
+
+
+def of_machines(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
+    """Yield the lines on steps that differ in the GPU, or in the scales of 8 bits."""
+    pairs = on_both_generations(found)
+    if pairs:
+        known = sum(one.first.step.in_view or one.second.step.in_view for one in pairs)
+        line = _line(GENERATIONS, SAME_WORK, [1 + one.error for one in pairs], known)
+        yield _in_range(line, 0.92, 1.08)
+    for name, pairs in in_both_scales(found).items():
+        known = sum(one.first.step.in_view or one.second.step.in_view for one in pairs)
+        yield _line(SCALES, name, [one.predicted for one in pairs], known)
 
 
 def of_gains(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
@@ -186,6 +245,7 @@ def as_data(made: Evaluation) -> Mapping[str, object]:
             }
             for one in made.steps
         ],
+        "no_estimate": [step.number for step in made.unpredicted],
         "lines": [
             {
                 "kind": line.kind,
@@ -195,7 +255,7 @@ def as_data(made: Evaluation) -> Mapping[str, object]:
                 "median": line.spread and line.spread.median,
                 "p10": line.spread and line.spread.p10,
                 "p90": line.spread and line.spread.p90,
-                "worst": line.worst,
+                "figures": line.figures,
                 "right": line.order and line.order[0],
             }
             for line in made.lines
