@@ -12,23 +12,15 @@ from megatron_ext.planner.spread import SPREADS, ComparisonKind
 from scripts.evaluation import tables
 from scripts.evaluation.__main__ import main
 from scripts.evaluation.bars import BARS, violations
-from scripts.evaluation.gains import (
-    ADAPTED,
-    TRAINED,
-    StepRatio,
-    in_both_scales,
-    on_both_generations,
-    over_1f1b,
-    pairs_in_order,
-)
+from scripts.evaluation.gains import StepRatio, over_1f1b, pairs_in_order
 from scripts.evaluation.measured import MEASURED, read_measured
 from scripts.evaluation.page import PAGE, PART, text_of
 from scripts.evaluation.paper_times import simulated
-from scripts.evaluation.predictions import GLM, PredictedStep, group_of, predict
+from scripts.evaluation.predictions import PredictedStep, group_of, predict
 from scripts.evaluation.sizes import OF_SIZES
 from scripts.evaluation.spreads import measured_errors, spread_of
 from scripts.evaluation.stage_times import ratios_by_pass, read_stages
-from scripts.evaluation.tables import FigureLine, evaluate_all, of_steps
+from scripts.evaluation.tables import FigureLine, evaluate_all
 from scripts.evaluation.trainings import recipe_of
 from scripts.tables import with_part
 from tests.helpers.combinations import nightly
@@ -160,44 +152,6 @@ def test_a_bar_is_missed_by_its_lines_alone() -> None:
     order = next(bar for bar in BARS if bar.kind == tables.ORDER)
     line = FigureLine(tables.ORDER, "zero bubble", 35, 0, order=(34, 35))
     assert order.missed_by([line]) == "zero bubble: 34 of 35"
-
-
-def test_a_bar_that_is_open_has_to_be_missed() -> None:
-    """A bar that is known to be missed must say so until it is met, and no longer."""
-    bar = next(bar for bar in BARS if bar.is_open)
-    off, right = (FigureLine(bar.kind, bar.prefix, 1, 0, (figure,)) for figure in (1.2, 1.0))
-    assert bar.verdict([off]).startswith("missed, open: ")
-
-    def unexpected(line: FigureLine) -> bool:
-        return any(bar.text in text and "longer open" in text for text in violations([line]))
-
-    assert not unexpected(off) and unexpected(right)
-
-
-def test_rows_without_an_estimate_have_no_figure() -> None:
-    """Rows with sparse attention were predicted as plain attention, at 0.2 to 5.4 times the
-    measured seconds."""
-    steps = [step for step in STEPS if step.job.startswith("card GLM")]
-    assert len(steps) == 4 and predict(steps, lambda: None) == []
-    lines = list(of_steps([], steps))
-    assert [line.is_estimated for line in lines] == [False]
-    assert f"| {GLM} | 4 | none | no estimate |" in text_of(lines, {})
-
-
-def test_steps_are_paired_by_gpu_and_by_scales() -> None:
-    """Seconds on GB300 are compared with those of the same work on GB200, whatever the layouts;
-    MXFP8 with FP8 on one layout."""
-    steps = [step for step in STEPS if not step.job.startswith(OF_SIZES)]
-    found = [PredictedStep(step, 2 * step.seconds, 1.0) for step in steps]
-    pairs = on_both_generations(found)
-    assert (18, 16) in {(one.second.step.number, one.first.step.number) for one in pairs}
-    assert all(one.first.step.gpu == "DGX-GB300" and one.error == 0 for one in pairs)
-    assert all("26.04" not in one.first.step.source for one in pairs)
-    numbers = {
-        name: {(one.first.step.number, one.second.step.number) for one in of}
-        for name, of in in_both_scales(found).items()
-    }
-    assert numbers == {TRAINED: {(24, 23), (26, 25)}, ADAPTED: {(29, 28)}}
 
 
 def test_the_page_has_the_bars() -> None:
