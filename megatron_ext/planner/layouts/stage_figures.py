@@ -177,9 +177,13 @@ class StageFigures:
             ends_layers=has_all and not is_last,
         )
         if stage not in self._row_of:
-            self._row_of[stage] = len(self._table)
+            # The planning time may end at any of these statements, and the plan may go on with the
+            # table. So a stage is noted after its row is in the table, and a row whose stage was
+            # not noted is dropped.
+            figures, number = self._figures(stage), len(self._stages)
+            self._table = np.vstack([self._table[:number], figures])
             self._stages.append(stage)
-            self._table = np.vstack([self._table, self._figures(stage)])
+            self._row_of[stage] = number
         return self._row_of[stage]
 
     def _figures(self, stage: Stage) -> Floats:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,47 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
 
     assert slowest(found) < 0.9 * slowest(evenly(16, 8))
     assert sum(found.layers) == 16
+
+
+def ended_at(number: int, compute: Callable[[], object]) -> bool:
+    """Whether ``compute`` executes more than ``number`` lines that add a stage to its table.
+
+    If so, the planning time ends before the line with this ``number``, as a signal ends it.
+    """
+    left = iter([None] * number)
+    trace = sys.gettrace()
+
+    def end(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code not in (StageFigures.rows.__code__, StageFigures._row.__code__):
+            return None
+        if event == "line" and next(left, PlanningEnd) is PlanningEnd:
+            raise PlanningEnd
+        return end
+
+    sys.settrace(end)
+    try:
+        compute()
+    except PlanningEnd:
+        return True
+    finally:
+        sys.settrace(trace)
+    return False
+
+
+def test_figures_stay_right_wherever_the_planning_time_ends() -> None:
+    """A table of stages stays right if the planning time ends while a stage is added to it. The
+    stage was noted before its row was there: a later layout had the figures of another stage, or
+    the plan failed with an IndexError."""
+    training, counts = work(MIXED), np.array([[5, 4, 4, 4], [6, 3, 4, 4], [4, 5, 4, 4]])
+    expected = StageFigures(training).of(counts, line(4))
+    for number in itertools.count():
+        figures = StageFigures(training)
+        was_ended = ended_at(number, functools.partial(figures.of, counts[:2], line(4)))
+        of_others_first = figures.of(counts[::-1], line(4))[::-1]
+        assert np.array_equal(of_others_first, expected), f"ended at line {number}"
+        if not was_ended:
+            break
+    assert number > 50
 
 
 @pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
