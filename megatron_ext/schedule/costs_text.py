@@ -515,7 +515,11 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
 
 
 def _bytes_of(costs: Costs, held: Mapping[Held, tuple[float, ...]]) -> dict[str, Any]:
-    """Return the entry ``bytes`` of a costs file. ``held`` are the bytes of the layers only."""
+    """Return the entry ``bytes`` of a costs file.
+
+    ``held`` has the bytes that a microbatch's passes through the layers hold, by kind of memory.
+    The entry adds the bytes of keys and values, logits, messages and the encoder.
+    """
     data: dict[str, Any] = {what.value: _integers(figures) for what, figures in held.items()}
     if costs.slices.keys_values:
         data[Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)

@@ -148,8 +148,10 @@ class _Choices:
         """Return ``best`` after up to ``steps`` random changes of its plan or recomputed
         activations.
 
-        Changes are accepted late as in `improve`. The search ends early if the makespan reaches
-        ``enough`` ticks, or if changes no longer improve it.
+        The search is late-acceptance hill climbing (see `improve`): a change is accepted if its
+        makespan is no longer than the current one or the one `_HISTORY` steps before. The search
+        ends early if the makespan reaches ``enough`` ticks, or if changes no longer shorten the
+        makespan.
         """
         current, recent = best, [_makespan(best)] * _HISTORY
         gained_at, patience = 0, patience_of(self.how, self.placement.ranks, 2 * self.passes)

@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("what", nargs="?", choices=("steps", "recipes", "slices"), default="steps")
     parser.add_argument("--file", type=Path, help="file of measured steps, or of recipes")
-    parser.add_argument("--json", type=Path, help="file to write all figures to, row by row")
+    parser.add_argument("--json", type=Path, help="JSON file to write all results to, row by row")
     parser.add_argument(
         "--write", action="store_true", help="with steps: write the tables into their pages"
     )

@@ -49,9 +49,10 @@ class SlicedStage(ModelStage):
         self._spans = spans
         self._joins_weights = joins_weights
         self._is_last = has_loss
-        # Recorded calls of the model by microbatch, while the microbatch's first slice runs.
+        # Recorders of model calls, by microbatch. An entry exists only while the first slice of its
+        # microbatch runs; the later slices repeat the recorded call.
         self._noted: dict[int, RepeatableCall] = {}
-        # Calls of the model by microbatch, until the microbatch's last slice has run.
+        # Recorded model calls, by microbatch. An entry exists until the last slice has run.
         self._calls: dict[int, ModelCall] = {}
         # Outputs of the last stage for each slice, by microbatch.
         self._outputs: dict[int, list[Tensor]] = {}

@@ -104,8 +104,9 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
         if counted[chunk] != counted[-chunk]:
             raise ValueError(
                 f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} "
-                "backward passes, and Transformer Engine requires as many backward as forward "
-                "passes for its CUDA graphs: train a layer on an earlier stage"
+                "backward passes, since its layers and all layers before them are frozen; CUDA "
+                "graphs of Transformer Engine require as many backward as forward passes: "
+                "unfreeze a layer of this stage or of an earlier one"
             )
 
 

@@ -225,9 +225,9 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
     left = allowed - more
     if left < microbatch:
         raise ValueError(
-            f"the memory limit is {limit}, and vocabulary parallelism "
-            f"{problem.options.vocab_parallel} holds {counted(microbatches, 'microbatch')} in "
-            "addition to those of the schedule, of which there is at least 1; give at least "
+            f"the memory limit is {limit}, but the schedule holds at least 1 microbatch, and "
+            f"vocabulary parallelism {problem.options.vocab_parallel} adds "
+            f"{counted(microbatches, 'microbatch')}; give at least "
             f"{limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:

@@ -85,7 +85,7 @@ def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob(PlannedJob):
-    """Job of the planner that a launch command describes."""
+    """Training of a launch command as the planner sees it: its schedules, layouts and flags."""
 
     request: LaunchRequest
     parsed: ParsedLaunch

@@ -313,7 +313,7 @@ def _read(
     if reserved is None and measured is not None:
         reserved = measured.reserved
     with _naming(request.config):
-        validated = variants.checked()  # raises ValueError if no schedule helps
+        validated = variants.checked()  # raises ValueError if the launch runs under no schedule
     free = _free(request, validated, launch_schedule, reserved)
     remarks += _on_costs(validated, given, measured)
     remarks += _absent(request.launch, validated, megatron_arguments)

@@ -50,10 +50,11 @@ def rows(
     others: Settings | None = None,
     models: Mapping[str, Settings] | None = None,
 ) -> list[Row]:
-    """Return a row for each of ``recipes``, in any public form. ``report`` is called after each.
+    """Return a row for each recipe of ``recipes``; ``report`` is called after each recipe.
 
-    Any error while a recipe is read or judged becomes the reason why it is not understood, so that
-    the other recipes are still counted.
+    The settings of a recipe may be a nested config, dotted names or names of flags. Any error while
+    a recipe is read or judged becomes the reason why it is not understood, so that the other
+    recipes are still counted.
 
     Args:
         others: the settings that Megatron has in addition to `NAMES`, with their defaults.

@@ -1,4 +1,4 @@
-"""Public forms of recipes, made plain: nested configs, values as text, layouts as nested lists.
+"""Conversion of published recipes (nested configs, values as text, layouts) to one flat form.
 
 Megatron-Bridge's recipes are Python. What is published of them is a dump of their configs: one
 keeps the configs nested where another has dotted names, and values are text or JSON.

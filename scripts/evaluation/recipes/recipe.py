@@ -184,7 +184,7 @@ def read_models(path: Path = RECIPES) -> dict[str, Settings]:
 def resolve(
     name: str, raw: Any, models: Mapping[str, Settings], others: Settings | None = None
 ) -> Recipe:
-    """Return the recipe ``name`` with the settings ``raw``, which may have any public form.
+    """Return the recipe ``name`` with the settings ``raw``: a nested config, dotted names or flags.
 
     Args:
         models: sizes of models, by name.

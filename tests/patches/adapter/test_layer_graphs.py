@@ -181,8 +181,8 @@ def test_megatron_is_given_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_steps_that_are_not_as_captured_are_refused() -> None:
-    """A step that differs from the captured one is refused: a batch of another size, or another
-    schedule of a race."""
+    """A step that differs from the step whose CUDA graphs were captured is refused: a batch of
+    another size, or another schedule, as in a race of schedules (--pipeline-race)."""
     graphs = LayerGraphs()
     model = nn.Linear(1, 1)
     row, stages = row_of("zb-v", 2, 3, 0)

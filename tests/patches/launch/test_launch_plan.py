@@ -265,9 +265,10 @@ def finding_on(subject: str, findings: list[Finding]) -> Finding:
 
 
 def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--pipeline-schedule plan` compares memory by the estimates that `doctor` prints. It counted
-    experts as one dense layer, and the printed table did not: it said that gis takes no more than
-    1f1b, and the table had 131 GiB against 95.5 GiB."""
+    """`--pipeline-schedule plan` compares the memory of schedules by the estimates that `doctor`
+    prints. The choice used to count experts as one dense layer, and doctor's table did not: the
+    choice said that the schedule gis takes no more memory than 1f1b, where the table had 131 GiB
+    for gis and 95.5 GiB for 1f1b."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     taken, findings = fullest("plan")

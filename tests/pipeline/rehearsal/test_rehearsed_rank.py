@@ -174,8 +174,8 @@ def test_what_fails_names_the_rank_and_the_step(overrides: dict[str, object], wo
 
 
 def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rehearsed rank's host time excludes waits for its device: holding the host back before a
-    pass costs nothing, while its work between passes may."""
+    """The host seconds that a rehearsed rank reports are the host's own work between passes. They
+    exclude the time that the host waits for its device, here 0.05 s before each pass."""
     monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
     (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
     assert 0 < step.host_seconds < 0.05 * len(step.passes) / 2

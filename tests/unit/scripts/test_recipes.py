@@ -106,8 +106,8 @@ def test_layouts_that_are_lists(layout: Any) -> None:
 
 
 def test_public_forms_of_a_recipe_are_one() -> None:
-    """All public forms of a recipe mean the same as dotted names: nested configs, names of flags,
-    values as text, and unset values."""
+    """A recipe whose settings are published as a nested config, as names of flags or with values as
+    text reads the same as one with dotted names."""
     raw = ALL[DEEPSEEK]
     nested: dict[str, Any] = {}
     for key, value in raw.items():

@@ -39,7 +39,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:training_log",
             log_after_the_verdict,
-            reason="a step's gradient norm, and whether it was skipped, are known after validation",
+            reason="gradient norm and success of a step are known only after its post-validation",
             digests={
                 "0.18": "5cc636c49dc2",
                 "0.19": "3f173e2edc82",
