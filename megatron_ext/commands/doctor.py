@@ -26,7 +26,7 @@ from megatron_ext.commands.jobs.job_argument import (
 from megatron_ext.commands.options import Json, WorldSize, gpu_option
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress_line import showing_progress
-from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
+from megatron_ext.config import ALLOW_UNKNOWN, OVERLAP, PipelineConfig, flag
 from megatron_ext.cost_model.gpus import Gpu, parse_gpus
 from megatron_ext.planner.mixed_gpus import reference_of
 
@@ -104,6 +104,10 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
     from megatron_ext.written_settings import from_argv
 
     try:
+        if OVERLAP in words:
+            raise ValueError(
+                f"{OVERLAP}: there is no JOB to check, and no patch depends on it; drop {OVERLAP}"
+            )
         config: PipelineConfig = from_argv(words)
         with silently(), quickly():
             diagnosis = diagnose(config)

@@ -153,7 +153,9 @@ def _all_of_ours_refused(made: JobPlan) -> str:
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
     """Return whether Megatron's own flags bring at least half of the gain."""
     found = made.verdict
-    return found.taken is not None and 2 * found.saving_of(stock) >= found.saving_of(found.taken)
+    if found.taken is None or found.baseline is None:
+        return False
+    return 2 * found.saving_of(stock) >= found.saving_of(found.taken)
 
 
 def _by_megatron(made: JobPlan, taken: Alternative) -> str:
@@ -170,7 +172,8 @@ def _by_megatron(made: JobPlan, taken: Alternative) -> str:
 def _gain(made: JobPlan, taken: Alternative) -> str:
     found, stock = made.verdict, made.verdict.stock
     gain, step = found.gain, _step(made, taken)
-    text = f"{gain:.1%} shorter, {step}" if gain > 0 else f"it fits; {-gain:.1%} longer, {step}"
+    text = f"{gain:.1%} shorter" if gain > 0 else f"it fits; {-gain:.1%} longer"
+    text += f"{_compared(made, taken)}, {step}"
     if stock is None or stock is taken:
         return text
     of_stock = found.saving_of(stock)
@@ -180,6 +183,18 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
         less = _amount(stock, stock.holds - taken.holds)
         return f"{text}and ours take {less} less in the same time"
     return f"{text}{gain - of_stock:.1%} by ours"
+
+
+def _compared(made: JobPlan, taken: Alternative) -> str:
+    """Return the times that a gain compares if they are two kinds of times; "" if not."""
+    baseline = made.verdict.baseline
+    if baseline is None or baseline.candidate.overlaps == taken.candidate.overlaps:
+        return ""
+    new, now = (
+        "span of overlapping steps" if one.candidate.overlaps else "makespan"
+        for one in (taken, baseline)
+    )
+    return f" (the {new} compared with the {now} now)"
 
 
 def _step(made: JobPlan, one: Alternative) -> str:

@@ -81,7 +81,35 @@ class JobCommand(CliCommand):
             before, command = args[:at], args[at + 1 :]
         flags, others = ours_and_others(before, (OVERLAP,))
         ctx.meta[_FLAGS], ctx.meta[_COMMAND] = flags, command
+        if command is None and (program := self._program_in(ctx, others)) is not None:
+            ctx.fail(f"{program} begins a launch command: write -- before it")
         return super().parse_args(ctx, others)
+
+    def _program_in(self, ctx: Any, words: list[str]) -> str | None:
+        """Return the word that begins a launch command among ``words``; None if none does. An
+        option that is none of ours follows such a word."""
+        takes_value = {
+            name: not getattr(param, "is_flag", False)
+            for param in self.get_params(ctx)
+            for name in param.opts
+        }
+        program, previous = None, ""
+        for word in words:
+            if word.startswith("-"):
+                if program is not None and word.partition("=")[0] not in takes_value:
+                    return program
+            elif program is None and not takes_value.get(previous):
+                if _is_of_a_job(word):
+                    return None
+                program = word
+            previous = word
+        return None
+
+
+def _is_of_a_job(word: str) -> bool:
+    """Return whether ``word`` stands for a job, and begins no launch command."""
+    is_written_as_one = _SIZES.match(word) or _RECIPE.fullmatch(word)
+    return bool(is_written_as_one) or word.endswith((".json", ".log", ".out", ".err", ".txt"))
 
 
 def job_of(context: typer.Context, word: str | None) -> JobArgument | None:
@@ -145,6 +173,8 @@ def _kind(word: str) -> JobKind:
         raise ValueError(f"{word} begins a launch command: write -- before {word}")
     if word.endswith(".json"):
         return JobKind.ARGUMENTS
+    if Path(word).is_file():  # a log may be called lr=3e-4.log
+        return JobKind.LOG
     if _SIZES.match(word):
         return JobKind.SIZES
     return JobKind.RECIPE if _RECIPE.fullmatch(word) else JobKind.LOG

@@ -24,6 +24,8 @@ _EXAMPLE = (
 )
 # Options that a plan of sizes chooses itself, or that its recommendation could not contain.
 _CHOSEN = ("p2p", "vocab_parallel", "activation_offload", "recompute")
+# Settings that options of plan have, under the same name.
+_OPTIONS = ("memory_limit", "costs", "rank_speeds")
 _TAKEN = tuple(name for name in SCHEDULE_SETTINGS if name not in _CHOSEN)
 
 
@@ -78,7 +80,8 @@ def parse_sizes(text: str) -> JobSizes:
     if len(of_model) == 1 and of_model[0].strip().startswith("layers="):
         layers = _layers(text, of_model.pop())
     if not of_model:
-        if described := [key for key in ("tp", "dp") if key in numbers]:
+        described: list[str] = [key for key in ("tp", "dp") if key in numbers]
+        if described := described + [_DISTRIBUTED] * is_distributed:
             keys = ", ".join(described)
             raise ValueError(
                 f"sizes {shown(text)!r}: {keys} needs the sizes of a model: add them, as "
@@ -106,7 +109,12 @@ def options_of_sizes(flags: Sequence[str], sizes: JobSizes, *, has_costs: bool) 
     """
     has_pairs = OVERLAP in flags
     given = given_in([word for word in flags if word != OVERLAP])
-    for name in given:
+    for name, value in given.items():
+        if name in _OPTIONS:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag(name)}: a plan of sizes has {option} in its place; write {option} {value}"
+            )
         if name not in _TAKEN:
             taken = ", ".join(map(flag, _TAKEN))
             raise ValueError(

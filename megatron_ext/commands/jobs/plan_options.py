@@ -127,7 +127,12 @@ def _conflicts(
     """Yield groups of options that have no effect on a job of ``kind``, each with the reason."""
     if kind is JobKind.SIZES:
         yield ("any_sizes",), "a launch command's arguments tell which sizes it could have"
-        yield ("world_size",), "only a launch has a world size; write tp= and dp= into the sizes"
+        has_model = sizes is not None and sizes.model is not None
+        yield (
+            ("world_size",),
+            "only a launch has a world size"
+            + ("; write tp= and dp= into the sizes" if has_model else ", and costs alone have pp="),
+        )
     if sizes is not None and sizes.model is None:
         yield ("gpu",), _NO_MODEL
         yield ("vision",), f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W"

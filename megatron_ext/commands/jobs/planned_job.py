@@ -19,7 +19,7 @@ from megatron_ext.commands.jobs.job_argument import JobKind, launch_of
 from megatron_ext.commands.jobs.job_sizes import JobSizes
 from megatron_ext.commands.jobs.plan_options import CheckedPlan
 from megatron_ext.commands.options import UNIT
-from megatron_ext.config import ESTIMATE, OVERLAP, CostsSource, flag
+from megatron_ext.config import ESTIMATE, OVERLAP, PREFIX, CostsSource, flag
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import (
     FreeMemory,
@@ -50,7 +50,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.rank_speeds import RankSpeeds
-from megatron_ext.written_settings import from_argv
+from megatron_ext.written_settings import from_argv, given_in
 
 if TYPE_CHECKING:
     from megatron_ext.launch.planner.parsed_launch import LaunchRequest
@@ -81,25 +81,33 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
 
     job, options, gpus = checked.job, checked.options, checked.gpus
     traced = _traced_in(options.trace)
-    words = [
-        word
+    settings = {
+        name: value
         for name in ("costs", "memory_limit", "rank_speeds")
         if (value := getattr(options, name)) is not None
-        for word in (flag(name), value)
-    ]
+    }
+    words = [word for name, value in settings.items() for word in (flag(name), value)]
     launch, file, values = None, None, dict[str, Any]()
     if job.kind is JobKind.ARGUMENTS:
         ours = [word for word in job.words if word != OVERLAP]
         from_argv(ours)  # refuses flags that have no effect on any schedule
         file = read_arguments_file(Path(job.word))
         values = dict(file.values)
+        own = {name.removeprefix(PREFIX): value for name, value in values.items()} | given_in(ours)
         if OVERLAP in job.words:
             values["overlap_moe_expert_parallel_comm"] = True
         words = [*ours, *words]
     else:
         launch = launch_of(job)
+        own = given_in(launch.arguments)
         if not gpus and launch.gpu is not None:
             gpus = parse_gpus(launch.gpu)
+    for name, value in settings.items():
+        if str(own.get(name, value)) != value:
+            option = f"--{name.replace('_', '-')}"
+            typer.echo(
+                f"{option} {value} counts, not {flag(name)} {own[name]} of the {job.kind}", err=True
+            )
     return LaunchRequest(
         launch=launch,
         values=values,

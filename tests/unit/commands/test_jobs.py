@@ -4,7 +4,7 @@ accepts."""
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,16 @@ def test_a_word_says_which_job_it_is(word: str, kind: JobKind) -> None:
         (("pp=4,m=8", "--pipeline-schedule", "zb-v"), "--pipeline-schedule: a plan of sizes"),
         (("pp=4,m=8", "--pipeline-slices", "x"), "--pipeline-slices x: write a number"),
         (("pp=4,m=8", "--pipeline-shedule", "x"), "No such option: --pipeline-shedule"),
-        (("pp=4,m=8", "--world-size", "8"), "only a launch has a world size; write tp= and dp="),
+        # Costs alone refuse tp= and dp=, which were to be written into these sizes.
+        (("pp=4,m=8", "--world-size", "8"), "only a launch has a world size, and costs alone"),
+        ((SIZES, "--world-size", "8"), "only a launch has a world size; write tp= and dp="),
+        (("pp=4,m=8", "--pipeline-memory-limit", "5"), "in its place; write --memory-limit 5"),
+        # The size had no effect.
+        (("pp=4,m=8,distributed-optimizer=true",), "distributed-optimizer needs the sizes of a"),
+        # torchrun's option was no option of plan, which is no help.
+        (("torchrun", "--nnodes", "2", "x.py"), "torchrun begins a launch command: write --"),
+        (("--gpu", "h100", "python3.12", "x.py", "--bf16"), "python3.12 begins a launch command"),
+        (("train.log", "--gpuu"), "No such option: --gpuu"),
         (("pp=4",), "missing m; write pp=8,m=64"),
         (("no.log",), "log no.log: No such file or directory; write the path of a training's log"),
     ],
@@ -152,6 +161,21 @@ def test_a_mistake_in_a_job_is_one_line(
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(app, ["plan", *words])
     assert ended.exit_code == 2 and re.search(text, ended.output), ended.output
+
+
+def test_a_file_that_is_there_is_a_log_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log called lr=3e-4.log was read as sizes."""
+    monkeypatch.chdir(tmp_path)
+    assert job_of("lr=3e-4.log").kind is JobKind.SIZES
+    Path("lr=3e-4.log").touch()
+    assert job_of("lr=3e-4.log").kind is JobKind.LOG
+
+
+def test_doctor_without_a_job_refuses_a_flag_that_no_patch_depends_on() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--overlap-moe-expert-parallel-comm"])
+    assert result.exit_code == 2 and "there is no JOB to check" in result.output
 
 
 def test_doctor_checks_launches_alone() -> None:
@@ -190,6 +214,9 @@ def test_flags_behind_sizes_are_options_of_their_schedules() -> None:
     flags = ("--pipeline-slices=4", "--pipeline-slice-lengths", "balanced")
     cut = check_plan(job_of("pp=4,m=8", flags=flags), PlanOptions()).schedules
     assert cut.slices == Slices(4, "balanced") and not cut.pairs  # type: ignore[arg-type]
+    joined = (*flags, "--pipeline-join-slice-weights")
+    with_joined = check_plan(job_of("pp=4,m=8", flags=joined), PlanOptions()).schedules
+    assert with_joined.slices == replace(cut.slices, joined_weights=True)
     overlap = job_of("pp=4,m=8", flags=("--overlap-moe-expert-parallel-comm",))
     assert check_plan(overlap, PlanOptions(costs="f=1,i=1,w=1")).schedules.pairs
     late = job_of("pp=4,m=8", flags=("--pipeline-post-validation",))
@@ -208,3 +235,22 @@ def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path
     sliced = check_plan(job_of(str(file), flags=("--pipeline-slices", "2")), PlanOptions())
     with pytest.raises(ValueError, match="--pipeline-slices 2 is given without --pipeline-sch"):
         launch_request(sliced)
+
+
+def test_an_option_that_overrules_a_setting_of_the_launch_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--memory-limit took the place of the command's --pipeline-memory-limit without a word."""
+    file = tmp_path / "a.json"
+    file.write_text('{"pipeline_memory_limit": 5}')
+    schedule = ("--pipeline-schedule", "zb-v")
+    for flags, said in (
+        (schedule, "--memory-limit 4 counts, not --pipeline-memory-limit 5 of the file"),
+        (("--pipeline-memory-limit", "6", *schedule), "not --pipeline-memory-limit 6 of the file"),
+        (("--pipeline-memory-limit", "4", *schedule), ""),
+    ):
+        job = job_of(str(file), flags=flags)
+        request = launch_request(check_plan(job, PlanOptions(memory_limit="4")))
+        assert request.settings[-2:] == ("--pipeline-memory-limit", "4")
+        error = capsys.readouterr().err
+        assert said in error and bool(error) == bool(said)

@@ -33,7 +33,7 @@ from megatron_ext.planner.verdict import (
     verdict_of,
 )
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.problem import Offload
+from megatron_ext.schedule.problem import ScheduleOptions
 from tests.helpers.few_families import only_families
 
 GIB = 2.0**30
@@ -52,12 +52,9 @@ def way(
     made = SimpleNamespace(
         schedule=schedule,
         vpp=2,
-        activation_offload=Offload.NONE,
+        options=ScheduleOptions(),
         offloads=False,
-        recompute="none",
         slices=1,
-        join_slice_weights=False,
-        post_validation=False,
         pairs=pairs,
         recomputed=0.0,
         peak=gib,
@@ -340,6 +337,25 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     assert "26.5% shorter" in gain and of_stock in gain
     # A schedule that adds less than 2 % to it is not recommended.
     assert verdict_of(own, [flag, way("zb-v", 19.0, 56, pairs=8)]).taken is flag
+
+
+def test_without_a_baseline_nothing_of_megatrons_comes_first() -> None:
+    """A plan of a launch that cannot run printed 'first: ... 0.0% shorter', than nothing."""
+    stock, ours = way("interleaved:vpp=4", 19.2, 55), way("zb-v", 18.6, 56)
+    found = Verdict(None, ours, stock=stock)
+    rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
+    assert not [row for row in rows if row.startswith("first:") or "0.0% shorter" in row]
+    assert any(row.startswith("step:") for row in rows)
+
+
+def test_a_gain_says_which_times_it_compares_where_they_are_of_two_kinds() -> None:
+    """The span of steps that overlap was compared with a makespan, and the gain did not say so."""
+    own, ours = way("1f1b", 25.3, 50), way("zb-v", 18.6, 50)
+    gain = "(the span of overlapping steps compared with the makespan now)"
+    assert not [row for row in told(verdict_of(own, [ours])) if gain in row]
+    ours.candidate.overlaps = True  # type: ignore[misc]
+    (row,) = (row for row in told(verdict_of(own, [ours])) if row.startswith("gain:"))
+    assert gain in row
 
 
 def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
