@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.refusals import RefusedSetting
+from megatron_ext.adapter.handled_settings.refused_setting import RefusedSetting
 from megatron_ext.features.shared_prompts.settings import SharedPrompts
 
 _FLAG = "--pipeline-shared-prompts"
