@@ -129,10 +129,23 @@ def with_input_gradient(costs: Costs) -> Costs:
     if held is not None:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.deferred_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
-    output_layer = forward, input_gradient + weight_gradient, 0.0
-    vocabulary = replace(costs.vocabulary, output_layer=output_layer, deferred_bytes=0.0)
-    changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
-    return changed.with_copies_of(costs)
+    fixed = dict(costs.slices.fixed)
+    fixed_forward, fixed_input, fixed_weight = costs.vocabulary.fixed_output_layer
+    if fixed_weight:
+        none = (0.0,) * costs.stages
+        for kind, more in (
+            (Kind.BACKWARD_INPUT, fixed_weight),
+            (Kind.BACKWARD_WEIGHT, -fixed_weight),
+        ):
+            fixed[kind] = _last_plus(fixed.get(kind, none), more)
+    vocabulary = replace(
+        costs.vocabulary,
+        output_layer=(forward, input_gradient + weight_gradient, 0.0),
+        fixed_output_layer=(fixed_forward, fixed_input + fixed_weight, 0.0),
+        deferred_bytes=0.0,
+    )
+    changed = costs.with_passes(seconds=seconds, held_bytes=held).with_slices(fixed=fixed)
+    return replace(changed, vocabulary=vocabulary).with_copies_of(costs)
 
 
 def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:

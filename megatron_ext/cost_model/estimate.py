@@ -52,21 +52,33 @@ def estimate(
     if slices == 1:
         return costs
     mean = _of_microbatch(model, stages, replace(execution, slices=slices), rates)
-    return costs.with_slices(fixed=_fixed(costs.without_tower(), mean.without_tower(), slices))
+    return _with_fixed(costs, mean, slices)
 
 
-def _fixed(costs: Costs, mean: Costs, slices: int) -> dict[Kind, tuple[float, ...]]:
-    """Return the seconds of passes that each slice of a sequence takes whatever its tokens.
+def _with_fixed(costs: Costs, mean: Costs, slices: int) -> Costs:
+    """Return ``costs`` with the seconds of passes that each slice takes whatever its tokens.
 
     A share x of a sequence takes ``fixed + (costs - fixed) * x``, and a mean slice takes ``mean``.
     """
-    return {
-        kind: tuple(
+
+    def fixed(figures: Sequence[float], of_mean: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
             max(of_slice - seconds / slices, 0.0) / (1 - 1 / slices)
-            for of_slice, seconds in zip(mean.seconds[kind], figures, strict=True)
+            for of_slice, seconds in zip(of_mean, figures, strict=True)
         )
-        for kind, figures in costs.seconds.items()
-    }
+
+    whole, slice_ = costs.without_tower(), mean.without_tower()
+    assert whole.vocabulary is not None and slice_.vocabulary is not None
+    of_whole, of_slice = whole.vocabulary, slice_.vocabulary
+    forward, input_gradient, weight_gradient = fixed(of_whole.output_layer, of_slice.output_layer)
+    lookup, table_gradient = fixed(of_whole.embedding, of_slice.embedding)
+    vocabulary = replace(
+        of_whole,
+        fixed_output_layer=(forward, input_gradient, weight_gradient),
+        fixed_embedding=(lookup, table_gradient),
+    )
+    passes = {kind: fixed(figures, slice_.seconds[kind]) for kind, figures in whole.seconds.items()}
+    return replace(costs.with_slices(fixed=passes), vocabulary=vocabulary)
 
 
 def _of_microbatch(

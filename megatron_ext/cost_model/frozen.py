@@ -45,7 +45,7 @@ def without_frozen(
         }
 
     layers = costs.layers_alone
-    fixed = costs.slices.fixed
+    fixed = layers.slices.fixed
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
@@ -65,8 +65,16 @@ def without_frozen(
     vocabulary = costs.vocabulary
     if vocabulary is not None:
         forward, input_gradient, weight_gradient = vocabulary.output_layer
-        of_head = (forward, input_gradient, weight_gradient if output_layer else 0.0)
-        changed = changed.with_vocabulary(replace(vocabulary, output_layer=of_head))
+        fixed_forward, fixed_input, fixed_weight = vocabulary.fixed_output_layer
+        if not output_layer:
+            weight_gradient = fixed_weight = 0.0
+        changed = changed.with_vocabulary(
+            replace(
+                vocabulary,
+                output_layer=(forward, input_gradient, weight_gradient),
+                fixed_output_layer=(fixed_forward, fixed_input, fixed_weight),
+            )
+        )
     if costs.tower is not None:
         changed = changed.with_tower(costs.tower)
     return changed.with_copies_of(costs)

@@ -143,6 +143,13 @@ def measured_costs(
         return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_in_w(costs, in_passes, estimate)
+    assert costs.vocabulary is not None
+    vocabulary = replace(
+        costs.vocabulary,
+        fixed_output_layer=estimate.vocabulary.fixed_output_layer,
+        fixed_embedding=estimate.vocabulary.fixed_embedding,
+    )
+    costs = replace(costs, vocabulary=vocabulary)
     origin = f"{costs.origin}; output layer and embedding in estimated proportions"
     return replace(costs, origin=origin)
 

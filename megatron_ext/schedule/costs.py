@@ -37,6 +37,9 @@ class VocabularyCosts:
             other shards.
         contention: shares by which the layers' F, and their I and W, take longer during the
             collectives of vocabulary shards.
+        fixed_output_layer: seconds of ``output_layer`` that each slice takes whatever its number of
+            tokens (`SliceCosts.fixed`).
+        fixed_embedding: seconds of ``embedding`` that each slice takes likewise.
     """
 
     output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -46,17 +49,30 @@ class VocabularyCosts:
     launch: float = 0.0
     rescaling: float = 0.0
     contention: tuple[float, float] = (0.0, 0.0)
+    fixed_output_layer: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    fixed_embedding: tuple[float, float] = (0.0, 0.0)
 
     @property
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
         """Seconds of the embedding (first stage) and output layer (last stage), by kind of pass."""
-        lookup, table_gradient = self.embedding
-        forward, input_gradient, weight_gradient = self.output_layer
-        return {
-            Kind.FORWARD: (lookup, forward),
-            Kind.BACKWARD_INPUT: (0.0, input_gradient),
-            Kind.BACKWARD_WEIGHT: (table_gradient, weight_gradient),
-        }
+        return _of_ends(self.embedding, self.output_layer)
+
+    @property
+    def fixed_of_ends(self) -> Mapping[Kind, tuple[float, float]]:
+        """Seconds of `of_ends` that each slice takes whatever its number of tokens."""
+        return _of_ends(self.fixed_embedding, self.fixed_output_layer)
+
+
+def _of_ends(
+    embedding: tuple[float, float], output_layer: tuple[float, float, float]
+) -> Mapping[Kind, tuple[float, float]]:
+    lookup, table_gradient = embedding
+    forward, input_gradient, weight_gradient = output_layer
+    return {
+        Kind.FORWARD: (lookup, forward),
+        Kind.BACKWARD_INPUT: (0.0, input_gradient),
+        Kind.BACKWARD_WEIGHT: (table_gradient, weight_gradient),
+    }
 
 
 @dataclass(frozen=True)
@@ -233,6 +249,21 @@ class SliceCosts(CostPart):
             for row in rows
         )
         return replace(joined, attention=attention)
+
+    def spread(self, layers: int, counts: Sequence[int], costs: Costs) -> SliceCosts:
+        """Return this part of ``costs`` for stages with these ``counts`` of equal layers, as
+        `PassCosts.spread`."""
+        together = self.joined([range(costs.stages)], costs)
+
+        def of_stages(figures: tuple[float, ...]) -> tuple[float, ...]:
+            return figures and tuple(figures[0] / layers * count for count in counts)
+
+        return replace(
+            together,
+            attention=together.attention * len(counts),
+            fixed={kind: of_stages(figures) for kind, figures in together.fixed.items()},
+            keys_values=of_stages(together.keys_values),
+        )
 
 
 @dataclass(frozen=True)
@@ -504,23 +535,34 @@ class Costs:
             lacks.append("short slices")
         if not lacks:
             return self
-        fixed = {
-            kind: tuple(
-                seconds * given / estimated if estimated else 0.0
-                for seconds, given, estimated in zip(
-                    figures, self.seconds[kind], estimate.seconds[kind], strict=True
-                )
-            )
-            for kind, figures in estimate.slices.fixed.items()
-        }
+        made = self if self.slices.fixed else self._with_fixed_of(estimate)
         return replace(
-            self.with_slices(
+            made.with_slices(
                 attention=self.slices.attention or estimate.slices.attention,
-                fixed=self.slices.fixed or fixed,
                 keys_values=self.slices.keys_values or estimate.slices.keys_values,
             ),
             origin=f"{self.origin}; {' and '.join(lacks)} in estimated proportions",
         )
+
+    def _with_fixed_of(self, estimate: Costs) -> Costs:
+        """Return these costs with the fixed seconds of ``estimate``, scaled by the ratio of both
+        costs' passes: of layers and of the vocabulary apart, if both costs tell them apart."""
+        if self.vocabulary is None or estimate.vocabulary is None:
+            return self.with_slices(fixed=_scaled(estimate.slices.fixed, self, estimate))
+        here, there = self.vocabulary, estimate.vocabulary
+        of_layers, estimated = self.layers_alone, estimate.layers_alone
+        forward, input_gradient, weight_gradient = _in_ratio(
+            there.fixed_output_layer, here.output_layer, there.output_layer
+        )
+        lookup, table_gradient = _in_ratio(there.fixed_embedding, here.embedding, there.embedding)
+        vocabulary = replace(
+            here,
+            fixed_output_layer=(forward, input_gradient, weight_gradient),
+            fixed_embedding=(lookup, table_gradient),
+        )
+        fixed = _scaled(estimated.slices.fixed, of_layers, estimated)
+        whole = of_layers.with_slices(fixed=fixed).with_vocabulary(vocabulary)
+        return replace(self.with_slices(fixed=whole.slices.fixed), vocabulary=vocabulary)
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
         """Return a copy of the costs for slices that ``ranks`` context-parallel ranks share.
@@ -627,12 +669,22 @@ class Costs:
 
         vocabulary = self.vocabulary
         if vocabulary is not None:
-            (f, i, w), (lookup, table_gradient) = vocabulary.output_layer, vocabulary.embedding
             first, last = slowness[0], slowness[-1]
+
+            def of_last(figures: tuple[float, float, float]) -> tuple[float, float, float]:
+                f, i, w = figures
+                return f * last, i * last, w * last
+
+            def of_first(figures: tuple[float, float]) -> tuple[float, float]:
+                lookup, table_gradient = figures
+                return lookup * first, table_gradient * first
+
             vocabulary = replace(
                 vocabulary,
-                output_layer=(f * last, i * last, w * last),
-                embedding=(lookup * first, table_gradient * first),
+                output_layer=of_last(vocabulary.output_layer),
+                embedding=of_first(vocabulary.embedding),
+                fixed_output_layer=of_last(vocabulary.fixed_output_layer),
+                fixed_embedding=of_first(vocabulary.fixed_embedding),
             )
         savings = {
             kind: tuple(tuple(f * s for f in row) for row, s in zip(table, slowness, strict=True))
@@ -796,7 +848,34 @@ class Costs:
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
         recompute = self.passes.recompute
         recompute = recompute and added(recompute, *vocabulary.of_ends[Kind.FORWARD])
-        return self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
+        changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
+        fixed = dict(self.slices.fixed)
+        for kind, end in vocabulary.fixed_of_ends.items():
+            if kind in fixed or any(end):
+                fixed[kind] = added(fixed.get(kind, (0.0,) * self.stages), *end)
+        return changed.with_slices(fixed=fixed) if fixed else changed
+
+
+def _scaled(
+    figures: Mapping[Kind, tuple[float, ...]], to: Costs, of: Costs
+) -> dict[Kind, tuple[float, ...]]:
+    """Return ``figures`` by kind of pass and stage, which belong to the costs ``of``, in proportion
+    to the passes of the costs ``to``."""
+    return {
+        kind: _in_ratio(of_stages, to.seconds[kind], of.seconds[kind])
+        for kind, of_stages in figures.items()
+    }
+
+
+def _in_ratio(
+    figures: Iterable[float], given: Iterable[float], estimated: Iterable[float]
+) -> tuple[float, ...]:
+    """Return ``figures``, which are parts of the ``estimated`` ones, as parts of the ``given``
+    ones."""
+    return tuple(
+        figure * here / there if there else 0.0
+        for figure, here, there in zip(figures, given, estimated, strict=True)
+    )
 
 
 def _part_of_p2p_seconds(p2p_seconds: float, latency: float, part: int) -> float:

@@ -42,6 +42,8 @@ FILE_VERSION = 2
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
 _RECOMPUTE = "r"  # key of the seconds of a recompute pass, if they differ from the forward pass's
 _PARTS = {"output_layer": "F, I and W", "embedding": "the lookup and the weight gradient"}
+# The parts of these figures that do not shrink with the slice.
+_PARTS |= {f"fixed_{key}": passes for key, passes in _PARTS.items()}
 # Key of the seconds of F, I and W of an encoder on the first stage. A costs file also has the
 # encoder's bytes.
 _TOWER = "tower"
@@ -79,11 +81,11 @@ def format_costs(costs: Costs) -> str:
     if layers.passes.recompute:
         parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
     parts.append(f"comm={costs.links.p2p_seconds:.4g}")
-    if any(costs.slices.attention):
+    if costs.slices.attention:
         parts.append(f"attention={_joined(costs.slices.attention)}")
     if costs.links.latency:
         parts.append(f"latency={costs.links.latency:.4g}")
-    parts += [f"{key}={_joined(figures)}" for key, figures in _fixed(costs).items()]
+    parts += [f"{key}={_joined(figures)}" for key, figures in _fixed(layers).items()]
     if costs.overlap.savings:
         parts.append(f"{_SAVINGS}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
@@ -156,10 +158,11 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     ``duplex=0`` says that a link carries one direction at a time. For slices of a sequence,
     ``attention=0.3`` is the share of f, and of i and w together, that grows with the square of the
     sequence, ``latency=0.1`` the part of comm that does not shrink with the message, and
-    ``fixed_f=0.1``, ``fixed_i`` and ``fixed_w`` the parts of f, i and w that do not shrink with the
-    slice. For overlapped passes, ``overlap_saving=3`` is the time that F and a backward pass save
-    by running at the same time (one figure, or one per stage: two stages save the smaller of their
-    figures). `format_costs` is the inverse.
+    ``fixed_f=0.1``, ``fixed_i``, ``fixed_w``, ``fixed_output_layer`` and ``fixed_embedding`` the
+    parts of f, i, w, output_layer and embedding that do not shrink with the slice. For overlapped
+    passes, ``overlap_saving=3`` is the time that F and a backward pass save by running at the same
+    time (one figure, or one per stage: two stages save the smaller of their figures).
+    `format_costs` is the inverse.
 
     Raises:
         ValueError: ``text`` is neither, or a figure is missing, negative or given twice.
@@ -241,10 +244,10 @@ def _with_slices(
 def _fixed(costs: Costs) -> dict[str, tuple[float, ...]]:
     """Return the seconds of passes that do not shrink with a slice, by their keys in the text form.
 
-    Keys whose figures are all zero are missing.
+    Figures of zero are included, since a key that is missing is estimated.
     """
     fixed = costs.slices.fixed
-    return {key: fixed[kind] for key, kind in _FIXED.items() if any(fixed.get(kind, ()))}
+    return {key: fixed[kind] for key, kind in _FIXED.items() if kind in fixed}
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
@@ -370,8 +373,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``bytes`` may also have ``keys and values``, a part of ``activation`` that is given like it.
     ``overlap_saving`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each
     to a table: a row per stage of F, a figure in it per stage of the backward pass. ``attention``,
-    ``latency``, ``fixed_f``, ``fixed_i``, ``fixed_w``, ``d2h``, ``h2d``, ``link`` and ``duplex``
-    are those of `parse_costs`, and ``origin`` is a text for people.
+    ``latency``, ``fixed_f``, ``fixed_i``, ``fixed_w``, ``fixed_output_layer``,
+    ``fixed_embedding``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`, and
+    ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -488,11 +492,11 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     if layers.passes.recompute:
         data[_RECOMPUTE] = rounded(layers.passes.recompute)
     data["comm"] = rounded([costs.links.p2p_seconds])[0]
-    if any(costs.slices.attention):
+    if costs.slices.attention:
         data["attention"] = rounded(costs.slices.attention)
     if costs.links.latency:
         data["latency"] = rounded([costs.links.latency])[0]
-    data |= {key: rounded(figures) for key, figures in _fixed(costs).items()}
+    data |= {key: rounded(figures) for key, figures in _fixed(layers).items()}
     if costs.overlap.savings:
         data[_SAVINGS] = {
             key: [rounded(row) for row in costs.overlap.savings[kind]]

@@ -48,8 +48,13 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
     if host is not None:
         host = replace(host, seconds=_in_seconds(host.seconds))
     if vocabulary is not None:
-        output_layer, embedding = _in_seconds((vocabulary.output_layer, vocabulary.embedding))
-        vocabulary = replace(vocabulary, output_layer=output_layer, embedding=embedding)
+        vocabulary = replace(
+            vocabulary,
+            output_layer=_in_seconds(vocabulary.output_layer),
+            embedding=_in_seconds(vocabulary.embedding),
+            fixed_output_layer=_in_seconds(vocabulary.fixed_output_layer),
+            fixed_embedding=_in_seconds(vocabulary.fixed_embedding),
+        )
     passes, slices = given.passes, given.slices
     return replace(
         given,

@@ -40,7 +40,8 @@ def given_work(
         passes = alone.passes.spread(layers, [len(stage.layers) for stage in stages])
         links = alone.links
         links = LinkCosts(links.p2p_seconds, links.latency, message_bytes=links.message_bytes)
-        made = Costs(passes, links, origin=costs.origin).with_vocabulary(ends)
+        of_slices = alone.slices.spread(layers, [len(stage.layers) for stage in stages], alone)
+        made = Costs(passes, links, of_slices, origin=costs.origin).with_vocabulary(ends)
         return made if costs.tower is None else made.with_tower(costs.tower)
 
     def bytes_of(

@@ -16,9 +16,11 @@ from megatron_ext.cli import app
 from megatron_ext.cost_model.gpus import GPUS, parse_gpus
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.minimax import least_slowest_stage
 from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.rank_speeds import RankSpeeds
@@ -123,3 +125,19 @@ def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
     assert figures.tower_seconds == 15
     found = least_slowest_stage(8, line(2), figures, with_ends=False)
     assert found.layers == (3, 5)
+
+
+def test_layers_of_given_costs_have_their_slices() -> None:
+    """Layers of given costs had no attention, no fixed part and no keys and values of slices in
+    other layouts than the given one."""
+    costs = parse_costs("f=9,i=6,w=3,attention=0.5/0.2,fixed_f=3/6,fixed_w=1", line(2))
+    costs = costs.with_slices(keys_values=(8.0, 16.0))
+    work = given_work(costs, 8, ranks=2, microbatches=6)
+    stages = Layout((2, 6)).of(work.model)
+    made = work.costs_of(stages, line(2), 4)
+    assert made.slices.fixed == {
+        Kind.FORWARD: (9 / 4, 27 / 4),
+        Kind.BACKWARD_WEIGHT: (0.5, 1.5),
+    }
+    assert made.slices.keys_values == (6.0, 18.0)
+    assert made.slices.attention == pytest.approx((0.35, 0.35))

@@ -74,6 +74,8 @@ FULL = Costs(
         launch=0.5,
         rescaling=1.0,
         contention=(0.25, 0.125),
+        fixed_output_layer=(0.25, 0.0, 2.0),
+        fixed_embedding=(0.0625, 0.5),
     ),
     OverlapCosts(
         {
@@ -161,7 +163,7 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
     "with_slices": (lambda costs: costs.with_slices(sharing=9), {"slices.sharing"}),
     "with_slices_of": (
         lambda costs: costs.with_slices(attention=(), fixed={}).with_slices_of(
-            FULL.with_slices(attention=(0.5,) * 4, fixed={F: (0.5,) * 4})
+            replace(FULL, vocabulary=None).with_slices(attention=(0.5,) * 4, fixed={F: (0.5,) * 4})
         ),
         {"slices.attention", "slices.fixed", "origin"},
     ),
@@ -179,11 +181,14 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
     ),
     "without_vocabulary": (
         lambda costs: costs.without_vocabulary(),
-        {"vocabulary", "passes.seconds", "passes.held_bytes", "passes.recompute"},
+        {
+            *("vocabulary", "passes.seconds", "passes.held_bytes", "passes.recompute"),
+            "slices.fixed",
+        },
     ),
     "with_vocabulary": (
         lambda costs: replace(costs, vocabulary=None).with_vocabulary(FULL.vocabulary),  # type: ignore[arg-type]
-        {"passes.seconds", "passes.held_bytes", "passes.recompute"},
+        {"passes.seconds", "passes.held_bytes", "passes.recompute", "slices.fixed"},
     ),
     "with_tower": (
         lambda costs: replace(costs, tower=None, slowness=()).with_tower(_TOWER),
@@ -232,11 +237,16 @@ def test_costs_of_emulated_runs_keep_all_but_messages() -> None:
     text = (
         "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,fixed_f=100,fixed_w=300,overlap_saving=200"
     )
-    text += ",d2h=700,output_layer=1/2/3"
+    text += ",d2h=700,output_layer=1/2/3,fixed_output_layer=0/0/2,embedding=0/1,fixed_embedding=0/1"
     made = in_seconds(text, line(2))
-    assert made.seconds == {F: (1.0, 1.001), I: (2.0, 2.002), W: (3.0, 3.003)}
+    assert made.seconds == {F: (1.0, 1.001), I: (2.0, 2.002), W: (3.001, 3.003)}
     assert made.passes.recompute == (0.5, 0.501) and made.links == LinkCosts()
-    assert made.slices == SliceCosts((0.5, 0.5), {F: (0.1, 0.1), W: (0.3, 0.3)})
+    assert made.slices == SliceCosts((0.5, 0.5), {F: (0.1, 0.1), W: (0.301, 0.302)})
     assert made.host is not None and made.host.to_host == (0.7, 0.7)
-    assert made.vocabulary == VocabularyCosts((0.001, 0.002, 0.003))
+    assert made.vocabulary == VocabularyCosts(
+        (0.001, 0.002, 0.003),
+        (0.0, 0.001),
+        fixed_output_layer=(0.0, 0.0, 0.002),
+        fixed_embedding=(0.0, 0.001),
+    )
     assert made.overlap == OverlapCosts({I: ((0.2, 0.2), (0.2, 0.2))})

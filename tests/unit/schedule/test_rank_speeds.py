@@ -24,7 +24,8 @@ def test_passes_of_a_slow_rank_take_longer_and_nothing_else_changes() -> None:
     assert set(_changed(before, slowed)) == {
         *("passes.seconds", "passes.recompute", "passes.fused_backward_saving", "slices.fixed"),
         # the embedding is on the first rank, whose speed is 1
-        *("overlap.savings", "vocabulary.output_layer", "slowness"),
+        *("overlap.savings", "vocabulary.output_layer", "vocabulary.fixed_output_layer"),
+        "slowness",
     }
     for kind, figures in before.seconds.items():
         assert slowed.seconds[kind] == (figures[0], 2 * figures[1], figures[2], figures[3] / 4)
