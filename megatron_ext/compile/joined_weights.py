@@ -9,16 +9,19 @@ holds what they need: more than with each W at its place, at most a microbatch's
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import override
 
 from megatron_ext.compile.build_hooks import BuildHooks
+from megatron_ext.compile.program.memory import limited_amount, peaks
 from megatron_ext.compile.registry import ResolvedSpec
 from megatron_ext.schedule.action import Action, Kind, Row, whole_of
 from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Offload, Problem
-from megatron_ext.schedule.schedule import Schedule, Transform
+from megatron_ext.schedule.schedule import Family, Schedule
+
+_TRIES = 6  # number of times that a family is asked for passes that hold less
 
 
 class JoinedWeightsBuild(BuildHooks):
@@ -51,14 +54,45 @@ class JoinedWeightsBuild(BuildHooks):
 
     @override
     def with_own_costs(self, problem: Problem) -> Problem:
-        return replace(problem, costs=problem.costs.with_slices(joined_weights=True))
+        return replace(problem, costs=problem.priced_costs)
 
     @override
-    def before_messages(self, problem: Problem) -> Sequence[Transform]:
-        return (join_weights,)
+    def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
+        return within_limit(family, problem)
+
+    @override
+    def completed(self, passes: Schedule, problem: Problem) -> Schedule:
+        return join_weights(passes)
 
 
-def join_weights(schedule: Schedule, problem: Problem) -> Schedule:
+def within_limit(family: Family, problem: Problem) -> Schedule:
+    """Return the passes of ``family`` with joined W. If these hold more than the memory limit, the
+    family makes others that hold less by the excess.
+
+    If there are none within the limit, the first are returned, so that `prove` says how much they
+    need.
+    """
+    limit = problem.memory_limit
+    first = schedule = join_weights(family(problem))
+    if limit is None:
+        return first
+    amount, allowed = limited_amount(limit, schedule, problem.costs)
+    left = allowed
+    for _ in range(_TRIES):
+        most = max(peaks(schedule, amount))
+        if fits(most, allowed):
+            return schedule
+        left -= most - allowed
+        if left <= 0:
+            break
+        try:
+            schedule = join_weights(family(replace(problem, memory_limit=limit.of(left))))
+        except ValueError:
+            break
+    return first
+
+
+def join_weights(schedule: Schedule) -> Schedule:
     """Return ``schedule`` with the W of all slices of a microbatch right after each other.
 
     They run from the last slice to the first, at the place of the W that came last. Whole backward

@@ -301,6 +301,8 @@ def setting_names(candidate: Candidate) -> tuple[str, ...]:
         words.append("vocabulary divided")
     if made.slices > 1:
         words.append(counted(made.slices, "slice"))
+    if made.join_slice_weights:
+        words.append("W of slices joined")
     if made.pairs:
         words.append("passes in pairs")
     if made.offloads:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_ext.base.words import counted
+from megatron_ext.compile.registry import entry_of
 from megatron_ext.compile.size import seconds_to_build
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.planner.candidate import (
@@ -28,6 +29,7 @@ from megatron_ext.planner.limits import least_step
 from megatron_ext.planner.planner import VariantOf, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import NOTHING, Written
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.schedule.slices import UNCUT, Lengths, Slices
 
 LONG = 8192  # length of a sequence in tokens from which context parallelism is also compared
@@ -39,8 +41,8 @@ SPECS = (
     *("zb-v", "v-half", "v-min"),
 )
 WHOLE_SEQUENCES, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
-# Least gain for which slices are recommended, as a share of a step. No GPU has measured what slices
-# cost.
+# Least gain for which slices are recommended, and for which their joined W are compared, as a share
+# of a step. No GPU has measured what slices cost.
 WORTH_SLICES = 0.03
 # Schedules for one chunk per rank, and for two chunks with the first and the last stage on one
 # rank.
@@ -125,18 +127,17 @@ def long_sequences(
     trained, requested = training.trained, training.options.slices
     if trained is None:
         return None
-    counts = counts_that_may_gain(partial(_with_slices, training), plan)
-    if not counts and requested.count == 1:
+    cuts = cuts_that_may_gain(partial(_with_slices, training), plan, requested)
+    if not cuts and requested.count == 1:
         return None
-    alternatives = alternatives_of_plan(plan, requested.count)
+    alternatives = alternatives_of_plan(plan, requested)
     if requested.count > 1:
         alternatives.append(
             long_sequence_alternative(WHOLE_SEQUENCES, _with_slices(training, UNCUT), allowed_bytes)
         )
     elif training.is_estimate and trained.execution.sequence >= LONG:
         alternatives += _of_other_settings(training, trained, allowed_bytes)
-    counts = [count for count in counts if count != requested.count]
-    alternatives += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, counts)
+    alternatives += alternatives_with_slices(partial(_with_slices, training), allowed_bytes, cuts)
     made = LongSequences(trained.execution.sequence, tuple(alternatives))
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
@@ -169,54 +170,95 @@ def _of_other_settings(
         )
 
 
-def counts_that_may_gain(variants_of: Callable[[Slices], VariantOf], plan: Plan) -> list[int]:
-    """Return those numbers of slices (`COUNTS`) that could shorten the best step of ``plan``.
+def cuts_that_may_gain(
+    variants_of: Callable[[Slices], VariantOf], plan: Plan, requested: Slices = UNCUT
+) -> list[Slices]:
+    """Return those of `cuts_to_compare` that could shorten the best step of ``plan``.
 
     They have to shorten it by more than `WORTH_SLICES`: the time in which ranks are idle there is
     longer, or activations are recomputed, and what slices add to the passes of the busiest rank is
     less. All are returned if nothing in ``plan`` fits.
-
-    Args:
-        variants_of: as of `alternatives_with_slices`. A number of slices for which it raises
-            ValueError is returned, so that the reason is shown.
     """
     best = plan.best
     if best is None:
-        return [*COUNTS]
+        return cuts_to_compare(variants_of, requested)
     if best.report.bubble_share_makespan < WORTH_SLICES and not best.report.recomputed:
         return []
+    return cuts_to_compare(variants_of, requested, at_most=(1 - WORTH_SLICES) * best.step)
 
-    def may_gain(count: int) -> bool:
+
+def cuts_to_compare(
+    variants_of: Callable[[Slices], VariantOf],
+    requested: Slices = UNCUT,
+    at_most: float = math.inf,
+) -> list[Slices]:
+    """Return the slices to compare: each of `COUNTS`, of equal work, with each W apart, and with
+    joined W if that `may_gain_by_joining`.
+
+    Args:
+        variants_of: as of `alternatives_with_slices`. Slices for which it raises ValueError are
+            returned, so that the reason is shown.
+        requested: the slices of the plan, which are not compared once more.
+        at_most: seconds of a step within which the slices' lower bound has to be.
+    """
+    cuts: list[Slices] = []
+    for count in COUNTS:
+        is_requested = count == requested.count
+        slices = Slices(count, requested.lengths if is_requested else Lengths.BALANCED)
         try:
-            variant_of = variants_of(Slices(count, Lengths.BALANCED))
-            variants = [variant_of(spec, VocabMethod.NAIVE) for spec in _PLACED]
+            variant_of = variants_of(slices)
+            made = [variant_of(spec, VocabMethod.NAIVE) for spec in _PLACED]
         except ValueError:
-            return True
-        return any(
-            least_step(variant) <= (1 - WORTH_SLICES) * best.step
-            for variant in variants
-            if variant is not None
-        )
+            cuts.append(slices)
+            continue
+        variants = [variant for variant in made if variant is not None]
+        if any(least_step(variant) <= at_most for variant in variants):
+            cuts.append(slices)
+        joined = filter(may_gain_by_joining, variants)
+        if any(least_step(with_joined_weights(variant)) <= at_most for variant in joined):
+            cuts.append(replace(slices, joined_weights=True))
+    return [cut for cut in cuts if cut != requested]
 
-    return [count for count in COUNTS if may_gain(count)]
+
+def may_gain_by_joining(variant: Variant) -> bool:
+    """Return whether joined W may shorten a step of ``variant``, with slices, by `WORTH_SLICES`.
+
+    W of a slice that is not joined takes its fixed part once more.
+    """
+    options = variant.problem.options
+    conflicts = options.activation_offload is not Offload.NONE or options.recompute.fit
+    if conflicts or not variant.resolved.traits.splits_backward:
+        return False
+    return least_step(with_joined_weights(variant)) <= (1 - WORTH_SLICES) * least_step(variant)
 
 
-def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAlternative]:
+def with_joined_weights(variant: Variant) -> Variant:
+    """Return ``variant``, which has slices, with one pass for the W of a microbatch's slices."""
+    joined = replace(variant.problem.slices, joined_weights=True)
+    return replace(variant, problem=variant.problem.with_options(slices=joined))
+
+
+def in_words(slices: Slices) -> str:
+    """Return the name of an alternative with ``slices``."""
+    return f"{slices.count} slices" + (", their W joined" if slices.joined_weights else "")
+
+
+def alternatives_of_plan(plan: Plan, slices: Slices = UNCUT) -> list[LongSequenceAlternative]:
     """Return the schedules of ``plan`` as alternatives: without, and with recompute in bubbles.
 
     The latter is missing if no schedule recomputes (--pipeline-recompute).
 
     Args:
-        slices: number of slices into which each sequence is cut in this plan.
+        slices: slices into which each sequence is cut in this plan.
     """
-    words = WHOLE_SEQUENCES if slices == 1 else f"{slices} slices"
+    words, count = WHOLE_SEQUENCES if slices.count == 1 else in_words(slices), slices.count
     without_recompute = tuple(made for made in plan.candidates if not made.report.recomputed)
     alternatives = [
         LongSequenceAlternative(
             words,
             without_recompute,
             "" if without_recompute else _why_nothing(plan) or _IF_RECOMPUTED,
-            slices,
+            count,
         )
     ]
     with_recompute = tuple(made for made in plan.candidates if made.report.recomputed)
@@ -224,7 +266,7 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
         [
             *alternatives,
             LongSequenceAlternative(
-                f"{words}, --pipeline-recompute fit", with_recompute, "", slices
+                f"{words}, --pipeline-recompute fit", with_recompute, "", count
             ),
         ]
         if with_recompute
@@ -235,10 +277,10 @@ def alternatives_of_plan(plan: Plan, slices: int = 1) -> list[LongSequenceAltern
 def alternatives_with_slices(
     variants_of: Callable[[Slices], VariantOf],
     allowed_bytes: float | None,
-    counts: Sequence[int] = COUNTS,
+    cuts: Sequence[Slices],
     specs: Sequence[str] = SPECS,
 ) -> list[LongSequenceAlternative]:
-    """Return alternatives with sequences cut into each of ``counts`` slices of equal work.
+    """Return alternatives with sequences cut into slices in each of the ways ``cuts``.
 
     Args:
         variants_of: function that returns the problem of each schedule with such slices. It raises
@@ -246,15 +288,17 @@ def alternatives_with_slices(
         allowed_bytes: bytes that a rank may take; None: as much as it takes.
     """
     alternatives = []
-    for count in counts:
-        words = f"{count} slices"
+    for slices in cuts:
+        words, count = in_words(slices), slices.count
         try:
-            variant_of = variants_of(Slices(count, Lengths.BALANCED))
+            variant_of = variants_of(slices)
         except ValueError as error:
             alternatives.append(LongSequenceAlternative(words, (), str(error), count))
             continue
+        have_w = [spec for spec in specs if entry_of(spec).traits.splits_backward]
+        of_cut = have_w if slices.joined_weights else specs
         alternatives.append(
-            long_sequence_alternative(words, variant_of, allowed_bytes, count, specs)
+            long_sequence_alternative(words, variant_of, allowed_bytes, count, of_cut)
         )
     return alternatives
 

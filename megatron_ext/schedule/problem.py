@@ -310,6 +310,11 @@ class Problem:
         return self.options.slices
 
     @property
+    def priced_costs(self) -> Costs:
+        """The costs, with W of slices priced as one pass if they are joined."""
+        return self.costs.with_slices(joined_weights=self.slices.joined_weights)
+
+    @property
     def pieces(self) -> int:
         """Number of slices in a step, or of microbatches if these are not sliced."""
         return self.microbatches * self.slices.count

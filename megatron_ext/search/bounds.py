@@ -86,7 +86,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
 
 def _of_differing(problem: Problem) -> float:
     placement, part = problem.placement, problem.forwards[0]
-    costs = problem.costs.with_slices(joined_weights=problem.slices.joined_weights)
+    costs = problem.priced_costs
     arrival, arrivals = 0.0, []
     for stage in range(placement.stages):
         if placement.is_remote(stage, Neighbour.PREVIOUS):

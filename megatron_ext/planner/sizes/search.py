@@ -28,7 +28,7 @@ from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.stage_figures import StageFigures
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
-from megatron_ext.planner.long_sequences import COUNTS, WORTH_SLICES
+from megatron_ext.planner.long_sequences import COUNTS, WORTH_SLICES, may_gain_by_joining
 from megatron_ext.planner.planning_time import answered, until_end, within
 from megatron_ext.planner.sizes.described_job import SizedJob
 from megatron_ext.planner.sizes.estimated_order import Estimated, Estimator, amount_of
@@ -363,8 +363,13 @@ class _Search:
                     continue
                 sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
                 layout = evenly(layers, stages)
-                if _may_take_less(sliced, spec, layout, most):
-                    self._evaluate(sizes, sliced, spec, layout, shorter_than=most)
+                cuts = [sliced]
+                if may_gain_by_joining(sliced.variant(spec, layout)):
+                    joined = replace(sliced.slices, joined_weights=True)
+                    cuts.append(replace(sliced, slices=joined))
+                for cut in cuts:
+                    if _may_take_less(cut, spec, layout, most):
+                        self._evaluate(sizes, cut, spec, layout, shorter_than=most)
 
     def search_schedules(self) -> None:
         """Search schedules for the best step, and for the best step whose estimate is checked.

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
+from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Maturity, choose
 from megatron_ext.cost_model.estimate import estimate
@@ -35,7 +36,9 @@ from megatron_ext.planner.long_sequences import (
     LongSequences,
     alternatives_of_plan,
     alternatives_with_slices,
-    counts_that_may_gain,
+    cuts_that_may_gain,
+    cuts_to_compare,
+    in_words,
     long_sequences,
 )
 from megatron_ext.planner.planner import make_plan
@@ -239,6 +242,60 @@ def test_frozen_weights_have_no_gradient_to_add_to() -> None:
     assert after[I] == (0.5 * before[I][0], before[I][1]) and after[F] == before[F]
 
 
+def test_the_vocabulary_has_a_price_of_its_own_for_each_slice() -> None:
+    """Slices that only adapters of the layers train have no gradient of the output layer to add to.
+    They had, as the price of the last stage's W was not told apart; and a program that computes
+    that gradient in I was priced as if W added to it."""
+    model = Model(("E", "E"), WIDTH, 16, 16, 128, 4 * WIDTH, 65536, **EXPERTS)
+    costs = estimate(model, stages_of(model, [1, 1]), Execution(TOKENS), H100, 4)
+    layers, vocabulary = costs.layers_alone, costs.vocabulary
+    assert vocabulary is not None
+    *_, of_gradient = vocabulary.fixed_output_layer
+    _, of_table = vocabulary.fixed_embedding
+    assert of_gradient > 0 and 0 < of_table == pytest.approx(vocabulary.embedding[1])
+    assert costs.slices.fixed[W] == pytest.approx(
+        (layers.slices.fixed[W][0] + of_table, layers.slices.fixed[W][1] + of_gradient)
+    )
+    trained = without_frozen(costs, (0.5, 0.5), reached=1, output_layer=True).slices.fixed
+    frozen = without_frozen(costs, (0.5, 0.5), reached=1, output_layer=False).slices.fixed
+    half = 0.5 * layers.slices.fixed[W][1]
+    assert trained[W][1] == pytest.approx(half + of_gradient)
+    assert frozen[W][1] == pytest.approx(half) and frozen[I] == trained[I] == costs.slices.fixed[I]
+
+    at_once = with_input_gradient(costs)
+    before, after = costs.slices.fixed, at_once.slices.fixed
+    assert after[W][1] == pytest.approx(before[W][1] - of_gradient)
+    assert after[I][1] == pytest.approx(before[I][1] + of_gradient)
+    assert at_once.layers_alone.slices.fixed[W] == pytest.approx(layers.slices.fixed[W])
+
+    text = format_costs(costs)
+    assert (
+        f"fixed_output_layer={'/'.join(f'{x:.4g}' for x in vocabulary.fixed_output_layer)}" in text
+    )
+    read = parse_costs(text, line(2))
+    assert read.slices.fixed[W] == pytest.approx(before[W], rel=1e-3)
+    told = parse_costs("f=1,i=1,w=1,output_layer=1/1/2,embedding=0/1", line(2))
+    told = told.with_slices_of(costs)
+    assert told.vocabulary is not None
+    share = of_gradient / vocabulary.output_layer[2]
+    assert told.vocabulary.fixed_output_layer[2] == pytest.approx(2 * share)
+    assert told.slices.fixed[W][1] == pytest.approx(
+        layers.slices.fixed[W][1] / layers.seconds[W][1] + 2 * share
+    )
+
+
+def test_a_price_of_nothing_stays_given() -> None:
+    """Costs that say that slices have no fixed part, or no attention, were written without that,
+    and the next reader estimated both."""
+    text = "f=1/1,i=1/1,w=1/1,comm=0,attention=0/0,fixed_f=0/0"
+    costs = parse_costs(text, line(2))
+    assert format_costs(costs) == text
+    estimated = costs_of(("*-", "*-"), slices=4)
+    assert (
+        parse_costs(format_costs(costs), line(2)).with_slices_of(estimated).slices == costs.slices
+    )
+
+
 def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
     """A slice's message takes the latency of its link besides its share of the bytes. It was
     counted without latency."""
@@ -399,9 +456,41 @@ def test_the_price_decides_how_short_slices_are(training: Training) -> None:
     made = compared(replace(training, trained=trained))
     assert made.best is not None and made.best.report.slices > 1
     assert made.best.step < 0.98 * min(one.step for one in made.alternatives[0].candidates)
-    assert [way.slices for way in made.alternatives] == [1, 2, 4]  # eight slices can gain nothing
+    apart = [way.slices for way in made.alternatives if "joined" not in way.words]
+    assert apart == [1, 2, 4]  # eight slices can gain nothing
     for short in (with_sequence(training, 256), with_sequence(training, 1024)):
         assert long_sequences(short, make_plan(short.variant, specs=SPECS), None) is None
+
+
+def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
+    """W of experts takes as long for a slice as for a sequence. A plan counted joined W if they
+    were given, and never proposed them: slices that are worth it only so were not recommended."""
+    assert training.trained is not None
+    gpt = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000")
+    experts = replace(gpt.model, layers=("*E",) * 8, **EXPERTS)
+    trained = replace(training.trained, model=experts, execution=gpt.execution())
+    job = replace(training, ranks=4, trained=trained)
+    made = compared(job)
+    words = [way.words for way in made.alternatives]
+    assert words == [
+        "whole sequences",
+        "2 slices",
+        *(f"{n} slices, their W joined" for n in (2, 4)),
+    ]
+    best = made.best
+    assert best is not None and best.report.join_slice_weights
+    assert "--pipeline-join-slice-weights" in made.written.added
+    slices = replace(best.variant.problem.slices, joined_weights=False)
+    apart = replace(job, options=ScheduleOptions(slices=slices)).variant(
+        best.schedule, VocabMethod.NAIVE
+    )
+    assert apart is not None
+    program = apart.build(apart.resolved, apart.problem)
+    assert simulate(program, program.problem.costs).makespan > 1.1 * best.step
+
+    requested = replace(job, options=ScheduleOptions(slices=slices))
+    words = [way.words for way in compared(requested).alternatives]
+    assert words[0] == in_words(slices) and in_words(best.variant.problem.slices) in words
 
 
 def test_slices_that_save_little_are_shown_and_not_taken(free: LongSequences) -> None:
@@ -431,14 +520,14 @@ def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training)
     best = make_plan(busy.variant, specs=["zb-v"]).best
     assert best is not None
 
-    def counts(recomputed: float) -> list[int]:
+    def cuts(recomputed: float) -> list[Slices]:
         report = SimpleNamespace(bubble_share_makespan=0.01, recomputed=recomputed)
         plan: Any = SimpleNamespace(best=SimpleNamespace(step=1.2 * best.step, report=report))
-        return counts_that_may_gain(
+        return cuts_that_may_gain(
             lambda cut: replace(busy, options=ScheduleOptions(slices=cut)).variant, plan
         )
 
-    assert counts(0.5) and not counts(0.0)
+    assert cuts(0.5) and not cuts(0.0)
 
 
 def test_slices_of_given_costs_are_shared_by_context_parallel_ranks(training: Training) -> None:
@@ -472,7 +561,7 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
 
     ways = (
         *alternatives_of_plan(make_plan(training.variant, specs=SPECS)),
-        *alternatives_with_slices(none, None),
+        *alternatives_with_slices(none, None, cuts_to_compare(none)),
     )
     made = LongSequences(32768, ways)
     assert made.best is None
@@ -488,7 +577,7 @@ def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     (way,) = alternatives_with_slices(
         lambda cut: replace(many, options=ScheduleOptions(slices=cut)).variant,
         None,
-        [8],
+        [Slices(8, Lengths.BALANCED)],
         ["1f1b", "zb-h1"],
     )
     assert isinstance(way, LongSequenceAlternative) and not way.candidates

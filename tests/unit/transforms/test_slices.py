@@ -497,6 +497,23 @@ def test_joined_w_without_what_does_not_know_them(options: dict[str, Any]) -> No
         build_program(choose("zb-h1"), limited.with_options(slices=slices, **options))
 
 
+def test_joined_w_are_within_the_limit_of_a_search() -> None:
+    """Joined W hold more until the last slice, which no search knew: at limits within which a
+    search found an order with W apart, that with joined W was refused."""
+    apart = problem_for("zb-auto", 4, 6, 4, "f=10,i=10,w=10,fixed_w=3")
+    slices = replace(apart.slices, joined_weights=True)
+    for allowed in (3.0, 1.75):
+        limited = replace(apart, memory_limit=MemoryLimit(microbatches=allowed))
+        program = build_program(choose("zb-auto"), limited.with_options(slices=slices))
+        held = peaks(program.schedule, in_microbatches(program.schedule))
+        assert max(held) <= allowed
+        w = [int(one.microbatch) for one in program.schedule.rows[0] if one.kind is W]
+        assert w == [k for m in range(6) for k in range(4 * m + 3, 4 * m - 1, -1)]
+    too_small = replace(apart, memory_limit=MemoryLimit(microbatches=1.1))
+    with pytest.raises(ValueError, match=r"over the memory limit of 1\.1 microbatches"):
+        build_program(choose("zb-auto"), too_small.with_options(slices=slices))
+
+
 def test_a_schedule_without_w_joins_none() -> None:
     problem = problem_for("1f1b", 2, 3, 4, "f=1,i=1,w=1")
     joined = problem.with_options(slices=replace(problem.slices, joined_weights=True))

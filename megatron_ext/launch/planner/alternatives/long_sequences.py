@@ -29,7 +29,8 @@ from megatron_ext.planner.long_sequences import (
     alternatives_of_plan,
     alternatives_with_slices,
     context_parallel,
-    counts_that_may_gain,
+    cuts_that_may_gain,
+    cuts_to_compare,
     long_sequence_alternative,
 )
 from megatron_ext.planner.verdict import Written
@@ -47,12 +48,12 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
     ``plan`` is the plan without them.
     """
     args, variants, allowed_bytes = parsed.validated, parsed.variants, parsed.allowed_bytes
-    requested = variants.config.slices
-    counts = counts_that_may_gain(lambda cut: variants.with_slices(cut).variant, plan)
-    if not counts and requested == 1:
+    requested = variants.config.options.slices
+    cuts = cuts_that_may_gain(lambda cut: variants.with_slices(cut).variant, plan, requested)
+    if not cuts and requested.count == 1:
         return None
     alternatives = alternatives_of_plan(plan, requested)
-    if requested > 1:
+    if requested.count > 1:
         alternatives.append(
             long_sequence_alternative(
                 WHOLE_SEQUENCES, variants.with_slices(UNCUT).variant, allowed_bytes
@@ -60,9 +61,8 @@ def long_sequences_of_launch(parsed: ParsedLaunch, plan: Plan) -> LongSequences 
         )
     elif args.seq_length >= LONG and parsed.measured is None and variants.config.costs.is_estimate:
         alternatives += _of_other_settings(parsed)
-    counts = [count for count in counts if count != requested]
     alternatives += alternatives_with_slices(
-        lambda cut: variants.with_slices(cut).variant, allowed_bytes, counts
+        lambda cut: variants.with_slices(cut).variant, allowed_bytes, cuts
     )
     made = LongSequences(args.seq_length, tuple(alternatives))
     best = made.best
@@ -108,7 +108,10 @@ def what_slices_give(
     names = [name for name in (baseline.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     specs = list(dict.fromkeys(names))
     sliced = alternatives_with_slices(
-        lambda cut: variants.with_slices(cut).variant, allowed_bytes, specs=specs
+        lambda cut: variants.with_slices(cut).variant,
+        allowed_bytes,
+        cuts_to_compare(lambda cut: variants.with_slices(cut).variant),
+        specs,
     )
     shortest = [one.shortest for one in sliced if one.shortest is not None]
     if not shortest:
