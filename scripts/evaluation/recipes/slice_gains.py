@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,10 +18,10 @@ from pathlib import Path
 from statistics import median
 
 from megatron_ext.compile.registry import choose
-from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.minimax import least_slowest_stage
 from megatron_ext.planner.layouts.stage_figures import StageFigures
-from megatron_ext.planner.layouts.work import Evaluated, evaluate
+from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
 from megatron_ext.planner.long_sequences import COUNTS, WORTH_SLICES
 from megatron_ext.schedule.slices import Lengths, Slices
@@ -36,7 +37,7 @@ LEAST_MEDIAN = 1.5
 _SPECS = ("1f1b", "zb-h1", "zb-v")
 _COLUMNS = (
     *("recipe", "class", "ranks", "microbatches", "tokens", "best without slices", "in slices"),
-    *("gain of slices", "schedule", "slices", "why not"),
+    *("gain of slices", "schedule", "slices", "joined W", "why no figure", "why not"),
 )
 CLASSES = ("m < p", "m >= p", "LoRA")
 
@@ -52,8 +53,10 @@ class SliceGain:
             sequences; None if it is not planned.
         sliced: seconds of the recipe's own step, divided by those of the best step in slices; None
             if it is not planned, or no step in slices fits.
-        made: the schedule and the number of slices of the best step in slices.
-        why_not: why the recipe is not planned, or cannot train in slices; "" if it can.
+        made: the schedule and the number of slices of the best step in slices, and whether their W
+            are joined.
+        why_no_plan: why there is no step in slices; "" if there is one.
+        why_not: why the recipe cannot train in slices; "" if it can.
     """
 
     recipe: str
@@ -63,7 +66,8 @@ class SliceGain:
     tokens: int
     uncut: float | None
     sliced: float | None
-    made: tuple[str, int]
+    made: tuple[str, int, bool]
+    why_no_plan: str
     why_not: str
 
     @property
@@ -110,52 +114,66 @@ def read_whole_gains(file: Path) -> dict[tuple[str, int, int], float]:
         }
 
 
-def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated] | None:
+def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated]:
     """Return the gain of the shortest step in slices over the step of the recipe's own command.
 
-    The step follows the gain. It is None if no step fits. The layers are balanced over the stages,
-    and the recomputed layers are those of the shortest step.
+    The step follows the gain. The layers are balanced over the stages, or as in the command if that
+    does not fit, and the recomputed layers, and joined W or not, are those of the shortest step.
 
     Raises:
-        ValueError: the recipe's own command has no schedule.
+        ValueError: the recipe's own command has no schedule, or no step in slices is possible.
     """
-    works, layers = works_of(configuration), len(configuration.model.layers)
+    works = works_of(configuration)
     baseline = evaluate(
         works[0], configuration.schedule, Layout(configuration.layers), search=False
     )
     bound = max(allowed_bytes_of(configuration, works[0]), baseline.fullest)
-    best: Evaluated | None = None
-    for work, spec in product(works, _SPECS):
-        placement = choose(spec).place(configuration.ranks)
-        if placement.stages > layers:
+    best, refusals = None, Counter[str]()
+    for work, spec, count, joined in product(works, _SPECS, COUNTS, (False, True)):
+        if joined and not choose(spec).traits.splits_backward:
             continue
-        layout = least_slowest_stage(layers, placement, StageFigures(work))
-        for count in COUNTS:
-            cut = replace(work, slices=Slices(count, Lengths.BALANCED))
-            if best is not None and least_step(cut.variant(spec, layout)) >= best.seconds:
-                continue
+        cut = replace(work, slices=Slices(count, Lengths.BALANCED, joined))
+        for layout in _layouts(configuration, work, spec):
             try:
+                if best is not None and least_step(cut.variant(spec, layout)) >= best.seconds:
+                    break
                 made = evaluate(cut, spec, layout, allowed_bytes=bound, search=False)
-            except ValueError:  # the schedule does not fit into the memory
+            except ValueError as error:  # the schedule does not fit into the memory
+                refusals[str(error)] += 1
                 continue
             if best is None or made.seconds < best.seconds:
                 best = made
-    return None if best is None else (baseline.seconds / best.seconds, best)
+            break
+    if best is None:
+        why = max(refusals, key=refusals.__getitem__, default="there are fewer layers than stages")
+        raise ValueError(f"no step in slices is possible: {why}")
+    return baseline.seconds / best.seconds, best
 
 
-# Gain, schedule and number of slices of a recipe; or the reason why there are none.
-Found = tuple[float, str, int] | str
+def _layouts(configuration: Configuration, work: Work, spec: str) -> list[Layout]:
+    """Return the layouts to try: balanced stages, and if these do not fit, those of the recipe's
+    own command or as many layers on each stage; none if there are fewer layers than stages."""
+    layers, placement = len(configuration.model.layers), choose(spec).place(configuration.ranks)
+    if placement.stages > layers:
+        return []
+    own = Layout(configuration.layers)
+    if own.stages != placement.stages:
+        own = evenly(layers, placement.stages)
+    balanced = least_slowest_stage(layers, placement, StageFigures(work))
+    return list(dict.fromkeys([balanced, own]))
+
+
+# Gain, schedule, number of slices and whether their W are joined; or the reason why there are none.
+Found = tuple[float, str, int, bool] | str
 
 
 def _found(configuration: Configuration) -> Found:
     try:
-        best = best_in_slices(configuration)
+        gain, made = best_in_slices(configuration)
     except ValueError as error:
-        return str(error)
-    if best is None:
-        return "no step in slices fits"
-    gain, made = best
-    return gain, made.schedule, made.candidate.report.slices
+        return " ".join(str(error).split())
+    report = made.candidate.report
+    return gain, made.schedule, report.slices, report.join_slice_weights
 
 
 def slice_gains(
@@ -180,8 +198,8 @@ def slice_gains(
     for recipe in recipes:
         configuration, microbatches = configurations[recipe.name], microbatches_of(recipe)
         one = found[configuration] if isinstance(configuration, Configuration) else configuration
-        reason = one if isinstance(one, str) else ""
-        gain, spec, count = (None, "", 0) if isinstance(one, str) else one
+        why_no_plan = one if isinstance(one, str) else ""
+        gain, spec, count, joined = (None, "", 0, False) if isinstance(one, str) else one
         made.append(
             SliceGain(
                 recipe.short_name,
@@ -191,15 +209,19 @@ def slice_gains(
                 int(recipe.settings["seq_length"]),
                 uncut.get((recipe.short_name, recipe.ranks, microbatches)),
                 gain,
-                (spec, count),
-                why_not.get(recipe.name) or reason,
+                (spec, count, joined),
+                why_no_plan,
+                why_not.get(recipe.name, ""),
             )
         )
     return sorted(made, key=lambda gain: (CLASSES.index(gain.kind), -(gain.ratio or 0)))
 
 
 def slices_section(gains: Iterable[SliceGain]) -> str:
-    """Return the table of gains by class of recipes."""
+    """Return the table of gains by class of recipes.
+
+    Below it are the reasons why recipes with fewer microbatches than ranks have no figure.
+    """
     gains, rows = list(gains), []
     for kind in CLASSES:
         of_class = [gain for gain in gains if gain.kind == kind]
@@ -211,12 +233,20 @@ def slices_section(gains: Iterable[SliceGain]) -> str:
                 len(of_class),
                 len(ratios),
                 spread,
-                sum(not gain.why_not for gain in of_class),
+                sum(not (gain.why_no_plan or gain.why_not) for gain in of_class),
                 sum(gain.is_recommended for gain in of_class),
             ]
         )
     headings = ("class", "recipes", "planned", "gain of slices", "can train", "recommended")
-    return table(headings, rows)
+    without = [
+        f"- `{gain.recipe}`: {gain.why_no_plan or 'its whole sequences are not planned'}"
+        for gain in gains
+        if gain.kind == "m < p" and gain.ratio is None
+    ]
+    text = table(headings, rows)
+    if without:
+        text += "\n\nRecipes with m < p that have no figure:\n\n" + "\n".join(without)
+    return text
 
 
 def slices_table(gains: Iterable[SliceGain]) -> str:
@@ -230,7 +260,9 @@ def slices_table(gains: Iterable[SliceGain]) -> str:
             for figure in (gain.uncut, gain.sliced, gain.ratio)
         ]
         start = [gain.recipe, gain.kind, gain.ranks, gain.microbatches, gain.tokens]
-        lines.writerow([*start, *figures, gain.made[0], gain.made[1] or "", gain.why_not])
+        spec, count, joined = gain.made
+        made = [spec, count or "", "yes" if joined else ""]
+        lines.writerow([*start, *figures, *made, gain.why_no_plan, gain.why_not])
     return text.getvalue()
 
 
