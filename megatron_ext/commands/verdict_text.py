@@ -76,6 +76,11 @@ def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
 
     The last one has the flags to write for it.
     """
+    if gains.shared is not None:
+        yield (
+            f"prompts:   computed once, {_saved(gains.shared)} than the same microbatches with "
+            f"each prompt computed for each of its answers"
+        )
     if gains.refused and not gains.flags:
         yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
         return

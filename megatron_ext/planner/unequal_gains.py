@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.compile.program.unequal import with_unequal_microbatches
 from megatron_ext.planner.candidate import ALIKE
 from megatron_ext.planner.verdict import WORTH, Alternative, Written
 from megatron_ext.schedule.dealing import MicrobatchOrder
@@ -36,6 +37,8 @@ class UnequalGains:
         deal: the share that ordering and dealing them to the replicas saves; None for one replica.
         program: the share that a program for their places in the step saves in addition to both;
             None if none can be searched for.
+        shared: the share that computing each prompt once saves of a step that computes it for each
+            of its answers, in order of arrival; None if the lengths have no prompts, or are padded.
         flags: flags for the largest gain that is worth it; () if nothing is.
         refused: reason why flags that would save more cannot be written; "" if they can.
     """
@@ -49,6 +52,7 @@ class UnequalGains:
     order: float
     deal: float | None
     program: float | None
+    shared: float | None
     flags: tuple[str, ...]
     refused: str = ""
 
@@ -89,6 +93,13 @@ def unequal_gains(
         for makespan in (unequal.ordered, unequal.dealt, unequal.profile)
     )
     assert order is not None
+    shared = None
+    if loads.unshared is not None:
+        factors = loads.unshared.costs(program.problem.costs)
+        apart = with_unequal_microbatches(
+            program, factors, replicas, expert_replicas=batch.expert_replicas
+        )
+        shared = 1 - seconds / (apart.arrival + outside)
     dealt = (*ORDER, *(DEAL if is_dealt else ()))
     parts = {(): 0.0, ORDER: order, dealt: deal, (*dealt, *PROGRAM): profile}
     saved = {flags: share for flags, share in parts.items() if share is not None}
@@ -110,6 +121,7 @@ def unequal_gains(
         order=order,
         deal=deal if is_dealt else None,
         program=profile,
+        shared=shared,
         flags=flags,
         refused=refused,
     )

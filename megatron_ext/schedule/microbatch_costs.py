@@ -59,10 +59,13 @@ class MicrobatchLoads:
     Attributes:
         tokens: tokens of a microbatch divided by those of the microbatch that costs are made for.
         squares: the sum of the squared document lengths divided by that of the same microbatch.
+        unshared: loads of the same microbatches if each prompt is computed for each of its answers;
+            None if no answers share a prompt, or microbatches are padded.
     """
 
     tokens: Floats
     squares: Floats
+    unshared: MicrobatchLoads | None = None
 
     def costs(self, costs: Costs) -> Mapping[Kind, Floats]:
         """Return factors on the seconds in ``costs`` for each microbatch, by kind of pass.
@@ -122,32 +125,42 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     """
     per_step = batch.microbatches * batch.replicas
     sums = array("d")  # for each microbatch the sums of its lengths and of their squares
+    apart = array("d")  # the same sums with each prompt computed for each of its answers
+    is_padded = batch.sequence is not None and batch.is_padded
     for number, row in _rows(file):
-        if batch.sequence is not None and batch.is_padded:
+        if batch.sequence is not None and is_padded:
             row = _padded(file, number, row, batch.samples * batch.sequence)
         sums.extend((sum(map(sum, row)), sum(map(_squares, row))))
+        sequences = [one for document in row for one in _sequences(document)]
+        apart.extend((sum(sequences), sum(length * length for length in sequences)))
     count = len(sums) // 2
     if count < per_step:
         raise ValueError(
             f"{file} has {counted(count, 'microbatch')}, and the replicas of one step have "
             f"{counted(per_step, 'microbatch')}: give at least as many lines"
         )
-    whole_steps = np.array(sums).reshape(-1, 2)[: count // per_step * per_step]
-    tokens, squares = whole_steps.T.reshape(2, -1, per_step)
+
+    def by_step(of_microbatches: array[float]) -> Floats:
+        whole_steps = np.array(of_microbatches).reshape(-1, 2)[: count // per_step * per_step]
+        return whole_steps.T.reshape(2, -1, per_step)
+
+    tokens, squares = by_step(sums)
     if batch.sequence is None:
-        return _over_their_means(tokens, squares)
-    full = batch.samples * batch.sequence
-    return MicrobatchLoads(tokens / full, squares / (full * batch.sequence))
+        full, squared = tokens.mean(), squares.mean()
+    else:
+        full = batch.samples * batch.sequence
+        squared = full * batch.sequence
+    unshared = None
+    if apart != sums and not is_padded:
+        of_all, squares_of_all = by_step(apart)
+        unshared = MicrobatchLoads(of_all / full, squares_of_all / squared)
+    return MicrobatchLoads(tokens / full, squares / squared, unshared)
 
 
 def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
     """Return lognormal random numbers of mean 1 whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
     return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
-
-
-def _over_their_means(tokens: Floats, squares: Floats) -> MicrobatchLoads:
-    return MicrobatchLoads(tokens / tokens.mean(), squares / squares.mean())
 
 
 def _drawn(text: str, per_step: int) -> Floats:
@@ -175,6 +188,12 @@ def _squares(document: _Document) -> float:
     """
     prompt, *answers = document
     return prompt * prompt + sum(answer * (2 * prompt + answer) for answer in answers)
+
+
+def _sequences(document: _Document) -> list[float]:
+    """Return the lengths of the sequences of ``document``, with its prompt in each of them."""
+    prompt, *answers = document
+    return [prompt + answer for answer in answers] or [prompt]
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[_Document]]]:

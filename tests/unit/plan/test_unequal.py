@@ -76,6 +76,31 @@ def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
     assert few.exit_code == 2 and "has 7 microbatches" in few.output
 
 
+def test_prompts_that_are_computed_once_have_a_gain(tmp_path: Path) -> None:
+    """A plan took lengths of prompts with their answers, and did not say what sharing them gains:
+    a user had to compare two files."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("100+50+50\n" * 8)
+    costs = "--costs", "f=10,i=12,w=8"
+    told = planned(*costs, "--lengths", str(file))
+    assert "\nprompts:   computed once, 33.3% shorter than the same microbatches" in told
+    file.write_text("100 50 50\n" * 8)
+    assert "prompts:" not in planned(*costs, "--lengths", str(file))
+
+
+def test_attention_of_prompts_that_are_computed_once(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("100+60+40 20\n30 30\n")
+    made = read_loads(file, BatchSize(2, sequence=100))
+    assert made.unshared is not None
+    assert made.tokens.tolist() == [[2.2, 0.6]] and made.unshared.tokens.tolist() == [[3.2, 0.6]]
+    shared = 100**2 + 60 * 260 + 40 * 240 + 20**2
+    apart = 160**2 + 140**2 + 20**2
+    assert made.squares[0, 0] == shared / 100**2 and made.unshared.squares[0, 0] == apart / 100**2
+    padded = read_loads(file, BatchSize(2, sequence=300, is_padded=True))
+    assert padded.unshared is None
+
+
 # --- the flags that are written
 
 
