@@ -10,6 +10,7 @@ SHARED_PROMPTS_REFUSALS = FeatureRefusals(
     name="prompts that answers share",
     patches=(
         "megatron.core.models.gpt.gpt_model.shared_prompts",
+        "megatron.core.models.hybrid.hybrid_model",
         "megatron.core.models.common.embeddings.rotary_pos_embedding.shared_prompts",
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.shared_prompts",
         "megatron.core.extensions.transformer_engine.shared_prompts",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig
@@ -26,6 +28,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 import megatron_ext
+from megatron_ext.base.logger import logger
 from megatron_ext.config import PipelineConfig
 from megatron_ext.features.shared_prompts.adapter.attention_to_prompts import attend_to_prompts
 from megatron_ext.features.shared_prompts.adapter.batch import SharedPromptBatch
@@ -252,6 +255,113 @@ def compare(case: Case) -> None:
             assert relative(value.grad, expected[parameter]) < 2e-6, f"{name}: {parameter}"
 
 
+def by_mask(
+    model: GPTModel, tokens: Tensor, labels: Tensor, positions: Tensor, visible: Tensor
+) -> Tensor:
+    """Return losses of one sequence whose tokens see those that are ``visible``, by Megatron's own
+    attention."""
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.scale_mask_softmax.attn_mask_type = (
+            AttnMaskType.arbitrary
+        )
+    losses: Tensor = model(tokens, positions, ~visible[None, None], labels=labels)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.scale_mask_softmax.attn_mask_type = AttnMaskType.causal
+    return losses
+
+
+def compare_losses_once(rank: int) -> None:
+    """With `losses-once` routers' losses are those of Megatron's own model for the row as one
+    sequence, whose mask is a tree. For sequences apart they count a prompt for each answer."""
+    with apply(cpu.patches()):
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        torch.manual_seed(1)
+        model = build(Case(ROUTED, positions="learned_absolute"))
+        batch = MICROBATCHES["several groups, in any order"]
+        given, total = sequences(batch, 1), sum(batch.lengths)
+        tokens, labels = (torch.cat(given[name])[None] for name in ("tokens", "labels"))
+        dy = torch.rand(total)
+        made: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+
+        def add(name: str, losses: Tensor) -> None:
+            losses.backward(dy[None])
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            made[name] = losses.detach(), gradients
+            model.zero_grad()
+
+        with apply(wanted_patches(PipelineConfig.parse(shared_prompts="losses-once"))):
+            shared = megatron_ext.share_prompts(
+                batch.lengths, batch.prompts, batch.groups, device="cpu"
+            )
+            row, labels_of_row = shared.once(tokens), shared.once(labels)
+            packed, positions = shared.packed_seq_params, shared.position_ids
+            output = model(row, positions, None, labels=labels_of_row, packed_seq_params=packed)
+            add("ours", shared.in_sequences(output))
+        assert packed.shared is not None
+        tree = torch.zeros(row.size(1), row.size(1), dtype=torch.bool)
+        for segment in packed.shared.row.segments:
+            for token in range(segment.begin, segment.end):
+                seen = torch.tensor(packed.shared.row.attended(segment))
+                tree[token, seen[seen <= token]] = True
+        add("tree", shared.in_sequences(by_mask(model, row, labels_of_row, positions, tree)))
+        apart = torch.block_diag(*(torch.ones(n, n).tril() for n in batch.lengths)) > 0
+        places = torch.cat([torch.arange(length) for length in batch.lengths])[None]
+        add("apart", by_mask(model, tokens, labels, places, apart))
+
+    (losses, gradients), (expected_losses, expected), (_, of_all) = made.values()
+    assert relative(losses, expected_losses) < 1e-6 and gradients.keys() == expected.keys()
+    for parameter, value in gradients.items():
+        assert relative(value, expected[parameter]) < 2e-6, parameter
+    routers = [name for name in gradients if name.endswith("router.weight")]
+    assert routers and all(relative(gradients[name], of_all[name]) > 1e-3 for name in routers)
+
+
+def test_losses_of_experts_count_a_prompt_once_if_that_is_meant() -> None:
+    with shared_prompts_on_the_cpu():
+        values(run_ranks(1, compare_losses_once))
+
+
+def said_by(model: GPTModel, batch: Microbatch | None) -> str:
+    """Return what is said during a pass, with sequences apart if there is no ``batch``."""
+    said: list[str] = []
+    with mock.patch.object(logger, "_log", lambda level, text, *more, **named: said.append(text)):
+        _pass(model, batch)
+    return "\n".join(said)
+
+
+def _pass(model: GPTModel, batch: Microbatch | None) -> None:
+    if batch is None:
+        tokens = torch.zeros(1, 4, dtype=torch.long)
+        model(tokens, torch.arange(4)[None], None, labels=tokens)
+    else:
+        given = sequences(batch, 1)
+        run_together(model, batch, given, list(torch.rand(sum(batch.lengths)).split(batch.lengths)))
+
+
+def test_a_microbatch_that_nobody_describes_is_said_once() -> None:
+    """Training by pretrain_gpt.py, which describes nothing, ran as without the setting, and
+    nothing said so."""
+
+    def on_rank(rank: int) -> list[str]:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        model = build(Case())
+        batch = MICROBATCHES["two answers"]
+        with patched():
+            with torch.no_grad():
+                said = [said_by(model, None)]  # an evaluation comes first
+            said += [said_by(model, one) for one in (None, None, batch)]
+        with patched():
+            return [*said, *(said_by(model, one) for one in (batch, None))]
+
+    with apply(cpu.patches()), shared_prompts_on_the_cpu():
+        (said,) = values(run_ranks(1, on_rank))
+    warning = "--pipeline-shared-prompts exact does nothing for the first microbatch"
+    assert [warning in one for one in said] == [False, True, False, False, False, False]
+    assert ["computed once" in one for one in said] == [False, False, False, True, True, False]
+
+
 def all_cases(rank: int) -> None:
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel()
@@ -435,6 +545,7 @@ def test_a_model_that_does_not_know_the_setting_fails() -> None:
         ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"mtp_num_layers": 1}, "drop --mtp-num-layers"),
         ({"experimental_attention_variant": "dsa"}, "drop --experimental-attention-variant"),
+        ({"hybrid_layer_pattern": "M*"}, "a hybrid model carries a state over the answers"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
         ({"fp8_dot_product_attention": True}, "drop --fp8-dot-product-attention"),
         ({"fine_grained_activation_offloading": True}, "gathers again must stay"),
@@ -490,6 +601,16 @@ def test_models_with_other_attention_and_passes_in_pairs_are_refused() -> None:
 
     with apply(cpu.patches()):
         values(run_ranks(1, on_rank))
+
+
+def test_a_hybrid_model_is_refused() -> None:
+    """A hybrid model passed no check, as only GPTModel's call has one: its layers found no ends of
+    documents, or took the row for one sequence."""
+    with patched():
+        shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+        call: Any = HybridModel.forward
+        with pytest.raises(ValueError, match="does not go with a hybrid model, which carries"):
+            call(None, None, shared.position_ids, None, packed_seq_params=shared.packed_seq_params)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,14 @@ REFUSED = (
         "multi-token prediction shifts tokens within documents, and a row's are no documents: drop "
         "--mtp-num-layers",
     ),
+    *(
+        RefusedSetting(
+            name,
+            bool,
+            "a hybrid model carries a state over the answers of a row: take a GPT model",
+        )
+        for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+    ),
     RefusedSetting(
         "experimental_attention_variant",
         bool,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import log_single_rank
 
@@ -34,6 +35,7 @@ class SharedModelCall:
     mode: SharedPrompts
     _checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     _is_said: bool = False
+    _is_warned: bool = False
 
     def forward(
         self, original: Callable[..., Any], model: GPTModel, *args: Any, **kwargs: Any
@@ -49,6 +51,7 @@ class SharedModelCall:
         call = inspect.signature(original).bind(model, *args, **kwargs)
         params = call.arguments.get("packed_seq_params")
         if not isinstance(params, SharedPromptParams):
+            self._warn()
             return original(model, *args, **kwargs)
         if model not in self._checked:
             refuse_settings(model.config, self.mode)
@@ -83,6 +86,32 @@ class SharedModelCall:
             f"place of {len(row.places)}"
         )
         log_single_rank(logger, logging.INFO, text)
+
+    def _warn(self) -> None:
+        """Log once if training begins with a microbatch whose prompts nobody has described."""
+        if self._is_said or self._is_warned or not torch.is_grad_enabled():
+            return
+        self._is_warned = True
+        text = (
+            f"{_FLAG} {self.mode} does nothing for the first microbatch: forward_step has not "
+            f"described it by megatron_ext.share_prompts, so each prompt is computed for all its "
+            f"answers; call share_prompts, or drop {_FLAG}"
+        )
+        log_single_rank(logger, logging.WARNING, text)
+
+
+def refuse_in_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``original``, HybridModel's forward, for a microbatch without shared prompts.
+
+    Raises:
+        ValueError: the microbatch has shared prompts.
+    """
+    if any(isinstance(given, SharedPromptParams) for given in (*args, *kwargs.values())):
+        raise ValueError(
+            f"{_FLAG} does not go with a hybrid model, which carries a state over the answers of a "
+            f"row: pass it sequences apart, or train a GPT model"
+        )
+    return original(model, *args, **kwargs)
 
 
 def _refuse_unknown(model: GPTModel) -> None:

@@ -1,0 +1,25 @@
+"""HybridModel, which runs no rows in which answers share their prompts.
+
+Its recurrent layers carry a state from token to token, so an answer would begin with the state of
+the answer before it.
+
+Not patched: its layers; Megatron's models before it, which have no class of this name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.features.shared_prompts.adapter.shared_model_call import refuse_in_hybrid
+from megatron_ext.patches.engine import Patch, wrap
+
+_MODULE = "megatron.core.models.hybrid.hybrid_model"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patch that refuses such a row; none if Megatron has no HybridModel."""
+    if importlib.util.find_spec(_MODULE) is None:
+        return ()
+    reason = "its layers carry a state over the answers of a row with shared prompts"
+    return (wrap(f"{_MODULE}:HybridModel.forward", refuse_in_hybrid, reason=reason),)
