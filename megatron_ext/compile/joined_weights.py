@@ -58,14 +58,14 @@ class JoinedWeightsBuild(BuildHooks):
 
     @override
     def made(self, resolved: ResolvedSpec, family: Family, problem: Problem) -> Schedule:
-        return within_limit(family, problem)
+        return joined_within_limit(family, problem)
 
     @override
     def completed(self, passes: Schedule, problem: Problem) -> Schedule:
         return join_weights(passes)
 
 
-def within_limit(family: Family, problem: Problem) -> Schedule:
+def joined_within_limit(family: Family, problem: Problem) -> Schedule:
     """Return the passes of ``family`` with joined W. If these hold more than the memory limit, the
     family makes others that hold less by the excess.
 

@@ -67,17 +67,19 @@ def _with_fixed(costs: Costs, mean: Costs, slices: int) -> Costs:
             for of_slice, seconds in zip(of_mean, figures, strict=True)
         )
 
-    whole, slice_ = costs.without_tower(), mean.without_tower()
-    assert whole.vocabulary is not None and slice_.vocabulary is not None
-    of_whole, of_slice = whole.vocabulary, slice_.vocabulary
-    forward, input_gradient, weight_gradient = fixed(of_whole.output_layer, of_slice.output_layer)
-    lookup, table_gradient = fixed(of_whole.embedding, of_slice.embedding)
+    model, mean_slice = costs.without_tower(), mean.without_tower()
+    assert model.vocabulary is not None and mean_slice.vocabulary is not None
+    ends, ends_of_slice = model.vocabulary, mean_slice.vocabulary
+    forward, input_gradient, weight_gradient = fixed(ends.output_layer, ends_of_slice.output_layer)
+    lookup, table_gradient = fixed(ends.embedding, ends_of_slice.embedding)
     vocabulary = replace(
-        of_whole,
+        ends,
         fixed_output_layer=(forward, input_gradient, weight_gradient),
         fixed_embedding=(lookup, table_gradient),
     )
-    passes = {kind: fixed(figures, slice_.seconds[kind]) for kind, figures in whole.seconds.items()}
+    passes = {
+        kind: fixed(figures, mean_slice.seconds[kind]) for kind, figures in model.seconds.items()
+    }
     return replace(costs.with_slices(fixed=passes), vocabulary=vocabulary)
 
 

@@ -301,7 +301,7 @@ def setting_names(candidate: Candidate) -> tuple[str, ...]:
         words.append("vocabulary divided")
     if made.slices > 1:
         words.append(counted(made.slices, "slice"))
-    if made.join_slice_weights:
+    if made.options.slices.joined_weights:
         words.append("W of slices joined")
     if made.pairs:
         words.append("passes in pairs")

@@ -238,7 +238,7 @@ def with_joined_weights(variant: Variant) -> Variant:
     return replace(variant, problem=variant.problem.with_options(slices=joined))
 
 
-def in_words(slices: Slices) -> str:
+def name_of_cut(slices: Slices) -> str:
     """Return the name of an alternative with ``slices``."""
     return f"{slices.count} slices" + (", their W joined" if slices.joined_weights else "")
 
@@ -251,7 +251,7 @@ def alternatives_of_plan(plan: Plan, slices: Slices = UNCUT) -> list[LongSequenc
     Args:
         slices: slices into which each sequence is cut in this plan.
     """
-    words, count = WHOLE_SEQUENCES if slices.count == 1 else in_words(slices), slices.count
+    words, count = WHOLE_SEQUENCES if slices.count == 1 else name_of_cut(slices), slices.count
     without_recompute = tuple(made for made in plan.candidates if not made.report.recomputed)
     alternatives = [
         LongSequenceAlternative(
@@ -289,7 +289,7 @@ def alternatives_with_slices(
     """
     alternatives = []
     for slices in cuts:
-        words, count = in_words(slices), slices.count
+        words, count = name_of_cut(slices), slices.count
         try:
             variant_of = variants_of(slices)
         except ValueError as error:

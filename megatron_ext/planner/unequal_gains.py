@@ -96,10 +96,10 @@ def unequal_gains(
     shared = None
     if loads.unshared is not None:
         factors = loads.unshared.costs(program.problem.costs)
-        apart = with_unequal_microbatches(
+        unshared = with_unequal_microbatches(
             program, factors, replicas, expert_replicas=batch.expert_replicas
         )
-        shared = 1 - seconds / (apart.arrival + outside)
+        shared = 1 - seconds / (unshared.arrival + outside)
     dealt = (*ORDER, *(DEAL if is_dealt else ()))
     parts = {(): 0.0, ORDER: order, dealt: deal, (*dealt, *PROGRAM): profile}
     saved = {flags: share for flags, share in parts.items() if share is not None}

@@ -561,8 +561,8 @@ class Costs:
             fixed_embedding=(lookup, table_gradient),
         )
         fixed = _scaled(estimated.slices.fixed, of_layers, estimated)
-        whole = of_layers.with_slices(fixed=fixed).with_vocabulary(vocabulary)
-        return replace(self.with_slices(fixed=whole.slices.fixed), vocabulary=vocabulary)
+        total = of_layers.with_slices(fixed=fixed).with_vocabulary(vocabulary)
+        return replace(self.with_slices(fixed=total.slices.fixed), vocabulary=vocabulary)
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
         """Return a copy of the costs for slices that ``ranks`` context-parallel ranks share.

@@ -125,14 +125,14 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     """
     per_step = batch.microbatches * batch.replicas
     sums = array("d")  # for each microbatch the sums of its lengths and of their squares
-    apart = array("d")  # the same sums with each prompt computed for each of its answers
+    unshared_sums = array("d")  # the same sums with each prompt computed for each of its answers
     is_padded = batch.sequence is not None and batch.is_padded
     for number, row in _rows(file):
         if batch.sequence is not None and is_padded:
             row = _padded(file, number, row, batch.samples * batch.sequence)
         sums.extend((sum(map(sum, row)), sum(map(_squares, row))))
         sequences = [one for document in row for one in _sequences(document)]
-        apart.extend((sum(sequences), sum(length * length for length in sequences)))
+        unshared_sums.extend((sum(sequences), sum(length * length for length in sequences)))
     count = len(sums) // 2
     if count < per_step:
         raise ValueError(
@@ -151,8 +151,8 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
         full = batch.samples * batch.sequence
         squared = full * batch.sequence
     unshared = None
-    if apart != sums and not is_padded:
-        of_all, squares_of_all = by_step(apart)
+    if unshared_sums != sums and not is_padded:
+        of_all, squares_of_all = by_step(unshared_sums)
         unshared = MicrobatchLoads(of_all / full, squares_of_all / squared)
     return MicrobatchLoads(tokens / full, squares / squared, unshared)
 

@@ -156,11 +156,11 @@ def _layouts(configuration: Configuration, work: Work, spec: str) -> list[Layout
     layers, placement = len(configuration.model.layers), choose(spec).place(configuration.ranks)
     if placement.stages > layers:
         return []
-    own = Layout(configuration.layers)
-    if own.stages != placement.stages:
-        own = evenly(layers, placement.stages)
+    recipe_layout = Layout(configuration.layers)
+    if recipe_layout.stages != placement.stages:
+        recipe_layout = evenly(layers, placement.stages)
     balanced = least_slowest_stage(layers, placement, StageFigures(work))
-    return list(dict.fromkeys([balanced, own]))
+    return list(dict.fromkeys([balanced, recipe_layout]))
 
 
 # Gain, schedule, number of slices and whether their W are joined; or the reason why there are none.
@@ -173,7 +173,7 @@ def _found(configuration: Configuration) -> Found:
     except ValueError as error:
         return " ".join(str(error).split())
     report = made.candidate.report
-    return gain, made.schedule, report.slices, report.join_slice_weights
+    return gain, made.schedule, report.slices, report.options.slices.joined_weights
 
 
 def slice_gains(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.compile.registry import ResolvedSpec, choose, entries
+from megatron_ext.features.shared_prompts.adapter.refused_settings import REFUSED, REFUSED_LOSSES
 from megatron_ext.schedule.problem import Offload, Recompute, ScheduleOptions, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.accepting import accepts
@@ -16,7 +17,11 @@ from tests.helpers.documents import check_written, table
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.handled_settings.refused_setting import RefusalGroup, RefusedSetting
+from megatron_ext.adapter.handled_settings.refused_setting import (
+    RefusalGroup,
+    RefusedSetting,
+    by_schedule,
+)
 from megatron_ext.adapter.refusals import REFUSALS
 from megatron_ext.adapter.untried import UNTRIED
 
@@ -50,6 +55,7 @@ def listed(group: RefusalGroup) -> str:
         refusing = who(refusal)
         reason = ("" if refusing == "every schedule" else refusing, refusal.remedy)
         settings.setdefault(reason, []).append(f"`{refusal.setting}`")
+    settings = {reason: [*dict.fromkeys(names)] for reason, names in settings.items()}
     rows = [[", ".join(names), *reason] for reason, names in settings.items()]
     head = ["setting", "only under", "because, or instead"]
     if {schedules for schedules, _ in settings} == {""}:
@@ -59,6 +65,13 @@ def listed(group: RefusalGroup) -> str:
 
 @pytest.mark.parametrize("group", REFUSALS, ids=lambda group: group.name)
 def test_the_docs_tell_what_is_refused(group: RefusalGroup) -> None:
+    check_written(group.name, listed(group))
+
+
+def test_the_docs_tell_what_shared_prompts_refuse() -> None:
+    """The refusals of shared prompts, which depend on no schedule, stood on no page."""
+    refusals = (*REFUSED, *REFUSED_LOSSES)
+    group = RefusalGroup("shared prompts refusals", refusals, by_schedule)
     check_written(group.name, listed(group))
 
 

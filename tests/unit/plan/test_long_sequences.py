@@ -38,8 +38,8 @@ from megatron_ext.planner.long_sequences import (
     alternatives_with_slices,
     cuts_that_may_gain,
     cuts_to_compare,
-    in_words,
     long_sequences,
+    name_of_cut,
 )
 from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.training import TrainedModel, Training
@@ -478,7 +478,7 @@ def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
         *(f"{n} slices, their W joined" for n in (2, 4)),
     ]
     best = made.best
-    assert best is not None and best.report.join_slice_weights
+    assert best is not None and best.report.options.slices.joined_weights
     assert "--pipeline-join-slice-weights" in made.written.added
     slices = replace(best.variant.problem.slices, joined_weights=False)
     apart = replace(job, options=ScheduleOptions(slices=slices)).variant(
@@ -490,7 +490,7 @@ def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
 
     requested = replace(job, options=ScheduleOptions(slices=slices))
     words = [way.words for way in compared(requested).alternatives]
-    assert words[0] == in_words(slices) and in_words(best.variant.problem.slices) in words
+    assert words[0] == name_of_cut(slices) and name_of_cut(best.variant.problem.slices) in words
 
 
 def test_slices_that_save_little_are_shown_and_not_taken(free: LongSequences) -> None:

@@ -155,8 +155,10 @@ def test_replicas_that_share_experts_wait_for_one_another(loads: MicrobatchLoads
     alone, two, four = (gains(loads, expert_replicas=shared) for shared in (1, 2, 4))
     assert alone.seconds < two.seconds < four.seconds
     assert alone.deal < two.deal < four.deal
-    longest = [own.reshape(-1, 8, 4).max(axis=2) for own in (loads.tokens, loads.squares)]
-    assert gains(MicrobatchLoads(*longest), replicas=1).seconds == pytest.approx(four.seconds)
+    tokens, squares = (own.reshape(-1, 8, 4).max(axis=2) for own in (loads.tokens, loads.squares))
+    assert gains(MicrobatchLoads(tokens, squares), replicas=1).seconds == pytest.approx(
+        four.seconds
+    )
 
 
 @pytest.mark.parametrize(

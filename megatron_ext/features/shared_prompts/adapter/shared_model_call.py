@@ -88,7 +88,7 @@ class SharedModelCall:
         log_single_rank(logger, logging.INFO, text)
 
     def _warn(self) -> None:
-        """Log once if training begins with a microbatch whose prompts nobody has described."""
+        """Log once if training begins with a microbatch without described prompts."""
         if self._is_said or self._is_warned or not torch.is_grad_enabled():
             return
         self._is_warned = True
