@@ -49,12 +49,11 @@ def _print_plan(made: JobPlan) -> None:
     have a table of their own.
     """
     plan, taken = made.plan, _taken(made)
-    best = tuple(
-        taken if taken is not None and taken.schedule == candidate.schedule else candidate
-        for candidate in plan.best_of_each
-    )
-    recommendable = [candidate for candidate in best if candidate in plan.recommendable]
-    others = [candidate for candidate in best if candidate not in plan.recommendable]
+    recommendable, others = list[Candidate](), list[Candidate]()
+    for candidate in plan.best_of_each:
+        is_choice = taken is not None and taken.schedule == candidate.schedule
+        table = recommendable if candidate in plan.recommendable else others
+        table.append(taken if is_choice and taken is not None else candidate)
     if recommendable:
         _print_candidates(recommendable, made)
         typer.echo("* no other schedule here takes less time in as little memory")
@@ -65,9 +64,13 @@ def _print_plan(made: JobPlan) -> None:
 
 
 def _taken(made: JobPlan) -> Candidate | None:
-    """Return the candidate that the plan recommends; None if it is not among the plan's own."""
-    taken = made.verdict.taken
-    return taken.candidate if taken and taken.candidate in made.plan.candidates else None
+    """Return the candidate that the plan recommends; None if it is not among the plan's own, nor
+    the unchanged job."""
+    found = made.verdict
+    if found.taken is None:
+        return None
+    is_shown = found.keeps or found.taken.candidate in made.plan.candidates
+    return found.taken.candidate if is_shown else None
 
 
 def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:

@@ -176,6 +176,20 @@ def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]
     assert ("divided: 2" in row) is (taken.method is other)
 
 
+def test_the_table_marks_a_launch_that_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """A launch is judged with its own layout, by a candidate that is none of the plan's, so no row
+    of `plan --all` was marked if it was kept."""
+    job = training_job_of(small_training())
+    own, plan = (
+        make_plan(lambda spec, method: job.variant(spec, method), specs=["zb-h1"]) for _ in range(2)
+    )
+    kept = job.alternative(own.candidates[0])
+    print_tables(JobPlan(plan, Verdict(kept, kept, keeps=True), "a job"))
+    table, *_ = capsys.readouterr().out.split("\n\n")
+    (row,) = (row for row in table.splitlines() if row.startswith("zb-h1"))
+    assert row.rstrip().endswith("choice")
+
+
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     """The verdict may be Megatron's own schedule with another layout.
 
