@@ -245,7 +245,7 @@ def slices_section(gains: Iterable[SliceGain]) -> str:
     ]
     text = table(headings, rows)
     if without:
-        text += "\n\nRecipes with m < p that have no figure:\n\n" + "\n".join(without)
+        text += "\nRecipes with m < p that have no figure:\n\n" + "\n".join(without) + "\n"
     return text
 
 
