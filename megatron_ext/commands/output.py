@@ -24,6 +24,7 @@ def fail(error: Exception) -> NoReturn:
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
+    text = text.encode(errors="backslashreplace").decode()  # names of files may have any bytes
     typer.echo(f"megatron-ext: error: {shown(text, LONGEST_ERROR)}", err=True)
     raise typer.Exit(2)
 

@@ -93,6 +93,11 @@ class LaunchRequest:
     seen_speeds: RankSpeeds | None = None
     vision: str | None = None
 
+    @property
+    def file(self) -> Path | None:
+        """File that the arguments were read from, for errors; None for a command or a recipe."""
+        return self.config if self.launch is None else self.launch.log
+
 
 @dataclass(frozen=True)
 class ParsedLaunch:
@@ -174,7 +179,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         given = take_vision(values)
         if launch is not None and launch.recipe is not None:
             given |= launch.recipe.settings
-        with _naming(request.config):
+        with _naming(request.file):
             parsed = (
                 megatron_arguments.parse_values(values)
                 if launch is None
@@ -255,14 +260,14 @@ def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterat
 
 
 @contextlib.contextmanager
-def _naming(config: Path | None) -> Iterator[None]:
-    """Context in which a ValueError's text begins with the file ``config``, if there is one."""
+def _naming(file: Path | None) -> Iterator[None]:
+    """Context in which a ValueError's text begins with the name of ``file``, if there is one."""
     try:
         yield
     except ValueError as error:
-        if config is None:
+        if file is None:
             raise
-        raise ValueError(f"{config}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _read(
@@ -294,7 +299,8 @@ def _read(
     # With the schedule `plan` the settings are read as with Megatron's own schedule.
     if config.schedule == PLAN:
         config = replace(config, schedule=None)
-    launch_schedule = config.schedule or stock_schedule(args)
+    with _naming(request.file):
+        launch_schedule = config.schedule or stock_schedule(args)
     # The factors from the log's figures apply to the estimates of all layouts.
     if measured is not None:
         config = replace(config, costs=CostsSource(ESTIMATE))
@@ -312,7 +318,7 @@ def _read(
     reserved = request.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
-    with _naming(request.config):
+    with _naming(request.file):
         validated = variants.checked()  # raises ValueError if the launch runs under no schedule
     free = _free(request, validated, launch_schedule, reserved)
     remarks += _on_costs(validated, given, measured)

@@ -42,13 +42,21 @@ def names_stages(args: Any) -> bool:
 
 
 def chunks_of(args: Any) -> int:
-    """Return the number of chunks (virtual stages) on a rank under ``args``."""
+    """Return the number of chunks (virtual stages) on a rank under ``args``.
+
+    Raises:
+        ValueError: the layout of the stages cannot be read.
+    """
     ranks = args.pipeline_model_parallel_size
     layout, pattern = getattr(args, LAYOUT), getattr(args, PATTERN, None)
     chunks: int | None = getattr(args, CHUNKS)
     of_chunk = getattr(args, LAYERS_OF_CHUNK)
     if layout is not None:
-        chunks = len(PipelineParallelLayerLayout.parse_str_to_list(layout)) // ranks
+        try:
+            stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
+        except AssertionError as error:
+            raise ValueError(f"{argument_flag(LAYOUT)}: Megatron asserts: {error}") from error
+        chunks = len(stages) // ranks
     elif pattern is not None and SEGMENT_END in pattern:
         chunks = len(pattern_segments(pattern)) // ranks
     elif of_chunk is not None:
