@@ -93,20 +93,23 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
         from_argv(ours)  # refuses flags that have no effect on any schedule
         file = read_arguments_file(Path(job.word))
         values = dict(file.values)
-        own = {name.removeprefix(PREFIX): value for name, value in values.items()} | given_in(ours)
+        in_launch = {name.removeprefix(PREFIX): value for name, value in values.items()} | given_in(
+            ours
+        )
         if OVERLAP in job.words:
             values["overlap_moe_expert_parallel_comm"] = True
         words = [*ours, *words]
     else:
         launch = launch_of(job)
-        own = given_in(launch.arguments)
+        in_launch = given_in(launch.arguments)
         if not gpus and launch.gpu is not None:
             gpus = parse_gpus(launch.gpu)
     for name, value in settings.items():
-        if str(own.get(name, value)) != value:
+        if str(in_launch.get(name, value)) != value:
             option = f"--{name.replace('_', '-')}"
             typer.echo(
-                f"{option} {value} counts, not {flag(name)} {own[name]} of the {job.kind}", err=True
+                f"{option} {value} counts, not {flag(name)} {in_launch[name]} of the {job.kind}",
+                err=True,
             )
     return LaunchRequest(
         launch=launch,
