@@ -371,7 +371,8 @@ def test_what_slices_would_give_is_said() -> None:
     (remark,) = [text for text in told(checked(**sizes), Severity.REMARK) if "slices:" in text]
     assert re.match(
         r"slices: with --pipeline-schedule \S+ --pipeline-slices [248] --pipeline-slice-lengths "
-        r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, "
+        r"balanced( --pipeline-join-slice-weights)? a step is predicted to take -\d+\.\d%: "
+        r"[\d.]+% bubbles in place of [\d.]+%, "
         r".* GiB on the fullest rank in place of .* GiB",
         remark,
     ), remark
