@@ -403,8 +403,8 @@ class PipelineConfig:
 
     @property
     def resolved_specs(self) -> tuple[ResolvedSpec, ...]:
-        """Resolved specs of all schedules under which steps may run: one, or those of a race.
-        Raises as `resolved_spec`."""
+        """Resolved specs of all schedules under which steps may run: one, or all of
+        --pipeline-race. Raises as `resolved_spec`."""
         return (self.resolved_spec,) if self.race is None else self.race.resolved_specs
 
     @property

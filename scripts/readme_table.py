@@ -1,4 +1,4 @@
-"""The table of README.md, with computed figures.
+"""The table of README.md, with computed numbers.
 
     python -m scripts.readme_table          writes it
 
@@ -40,7 +40,7 @@ class Row:
     Attributes:
         name: name of the row in this module and its tests.
         where: the case, with its costs.
-        page: page below docs/ that shows the figures.
+        page: page below docs/ that shows the numbers.
         figures: makes the cell for Megatron's best schedule and the cell for ours.
         is_slow: whether this takes more than some seconds.
     """

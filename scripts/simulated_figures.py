@@ -1,9 +1,9 @@
-"""Tables and sentences of README.md and docs/ whose figures are simulated.
+"""Tables and sentences of README.md and docs/ whose numbers are simulated.
 
     python -m scripts.simulated_figures [--quick] [PAGE ...]
 
-A figure that was typed is wrong after the next change of a schedule, and nothing tells. Tables
-stand between marks and are written whole; of sentences only the figures are. A test compares all of
+A number that was typed is wrong after the next change of a schedule, and nothing tells. Tables
+stand between marks and are written whole; of sentences only the numbers are. A test compares all of
 them with the pages. --quick omits what searches, which takes minutes.
 """
 
@@ -69,13 +69,13 @@ class SimulatedTable:
 
 @dataclass(frozen=True)
 class SimulatedSentence:
-    """A sentence of a page with figures.
+    """A sentence of a page with simulated numbers.
 
     Attributes:
         page: path of the page below the repository's root.
         name: what the sentence is about.
-        words: the sentence, with ``{}`` in place of each figure.
-        figures: computes the figures, in their order.
+        words: the sentence, with ``{}`` in place of each number.
+        figures: computes the numbers, in their order.
         is_slow: whether that runs a search.
     """
 
@@ -86,7 +86,7 @@ class SimulatedSentence:
     is_slow: bool = False
 
     def written_into(self, page: str) -> str:
-        """Return the text of ``page`` with the sentence's figures computed anew.
+        """Return the text of ``page`` with the sentence's numbers computed anew.
 
         Raises:
             ValueError: the page does not have the sentence, or has it several times.

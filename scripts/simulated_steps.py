@@ -1,7 +1,7 @@
-"""Simulated steps whose figures stand in README.md and docs/.
+"""Simulated steps whose times and peaks stand in README.md and docs/.
 
 Pages compare schedules by makespan and peak, on costs that a reader can type into `megatron-ext
-simulate`. The scripts that write the pages all take their figures from here.
+simulate`. The scripts that write the pages all take their numbers from here.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) ->
 def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
     """Return programs of ``resolved`` for ``problems``, the first one exactly as it will run.
 
-    The first program may need a search, for callers that report its figures. The others are proved
-    without one.
+    The first program may need a search, for callers that report its simulated times and memory. The
+    others are proved without one.
 
     Raises:
         ValueError: as `place_output_layer`.

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.base.logger import logger
 from megatron_ext.schedule.problem import P2P, Problem
 
-# True once docs/measurements.md has figures under "On several GPUs"; a test compares the two.
+# True once docs/measurements.md has results under "On several GPUs"; a test compares the two.
 HAS_FIGURES = False
 
 _BATCHED = (

@@ -127,7 +127,8 @@ def check_batches(
 def check_schedule(
     args: Any, config: PipelineConfig, prove: Prove, attempt: Attempt = raising
 ) -> tuple[list[Program], dict[str, list[Program]]] | None:
-    """Check the schedule of ``config``; return its programs, and those of a race's other schedules.
+    """Check the schedule of ``config``; return its programs and the programs of the other schedules
+    of --pipeline-race.
 
     The latter are by schedule. Megatron's own schedule has no programs. The result is None if
     ``attempt`` has reported why there are no programs. `check_batches` must have run.

@@ -64,7 +64,7 @@ RequestedOptions = Callable[[Any, int], Mapping[str, Any]]
 
 
 def log_program(program: Program) -> None:
-    """Log the figures that a new ``program`` promises, and at level DEBUG its costs."""
+    """Log the simulated times and memory of a new ``program``, and at level DEBUG its costs."""
     log_single_rank(logger, logging.INFO, summarize(program))
     costs = format_costs(program.problem.costs)
     log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")

@@ -1,6 +1,6 @@
 """Output of commands: tables, units, and errors.
 
-Commands print for people on terminals of any width. Their tables wrap sentences and never figures,
+Commands print for people on terminals of any width. Their tables wrap sentences and never numbers,
 and every refusal ends them in the same way.
 """
 
@@ -34,7 +34,7 @@ def command_line() -> str:
     return masked(["megatron-ext", *sys.argv[1:]])
 
 
-_SHORT = 20  # Longest name or figure of a table in characters; longer cells are sentences.
+_SHORT = 20  # Longest name or number of a table in characters; longer cells are sentences.
 _GAP = 2  # spaces between two columns of a table
 
 
@@ -42,7 +42,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Print a table of ``rows``, whose keys are the headings.
 
     If the table is wider than the terminal, headings and sentences are wrapped, and names and
-    figures are not.
+    numbers are not.
     """
     console = Console()
     width = console.width if console.is_terminal else 200  # a pipe has no width of its own

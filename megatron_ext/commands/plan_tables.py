@@ -96,7 +96,7 @@ _TOO_FULL = re.compile(r"([\d.]+ [KMGT]?i?B) more than it may$")
 def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
     """Print refusals, one line for all schedules with the same reason.
 
-    Reasons that differ only in their figures are the same.
+    Reasons that differ only in their numbers are the same.
     """
     names: dict[str, dict[str, list[VocabMethod]]] = {}
     least: dict[str, tuple[float, str]] = {}

@@ -242,7 +242,7 @@ def _under_megatron(program: Program, resolved: ResolvedSpec) -> float | None:
 
 @dataclass(frozen=True)
 class _More:
-    """Figures that only some options add to the report; None for those that are not requested."""
+    """Numbers that only some options add to the report; None for those that are not requested."""
 
     makespan_under_megatron: float | None
     certificate: Certificate | None
@@ -256,7 +256,7 @@ class _More:
         return under_megatron | _certified(self.certificate) | made
 
     def rows(self) -> dict[str, Any]:
-        """Return the rows that these figures add to the printed report, by name."""
+        """Return the rows that these numbers add to the printed report, by name."""
         rows: dict[str, Any] = {}
         if self.makespan_under_megatron is not None:
             rows[_UNDER_MEGATRON] = self.makespan_under_megatron
@@ -447,10 +447,10 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Microbatch
 def _with_unequal(
     program: Program, loads: MicrobatchLoads | None, replicas: int
 ) -> tuple[UnequalMicrobatches | None, Program]:
-    """Return figures on steps of unequal microbatches, and the program that suits them better.
+    """Return statistics of steps of unequal microbatches, and the program that suits them better.
 
     The program has the mean costs of the microbatches at each position of the step. If ``loads`` is
-    None, the figures are None and the program is ``program``.
+    None, the statistics are None and the program is ``program``.
     """
     if loads is None:
         return None, program

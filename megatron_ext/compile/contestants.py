@@ -18,7 +18,7 @@ class RaceThen(enum.StrEnum):
     """Schedules that a training may run after its race, which measures several, is over."""
 
     WINNER = "winner"
-    REPORT = "report"  # the training goes on under the baseline, and the race only reports figures
+    REPORT = "report"  # the training goes on under the baseline; the race only reports times
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Figures of a long step of equal microbatches, derived from the repeating part of a shorter step.
+"""Times and memory of a long step of equal microbatches, from the repeating part of a shorter step.
 
 A schedule for many microbatches repeats itself. A schedule of the same family for a few
 microbatches, whose number leaves the same remainder when divided by the family's period, has the
-same beginning, period and ending. Its `repeating_part` gives the figures of the long step exactly,
-up to rounding. It remains unknown whether the family really makes that schedule for the long step:
-families that place W by the costs may not. Code that recommends a long step therefore builds it
-whole first (`Simulated.has_all_microbatches`).
+same beginning, period and ending. Its `repeating_part` gives the times and memory of the long step
+exactly, up to rounding. It remains unknown whether the family really makes that schedule for the
+long step: families that place W by the costs may not. Code that recommends a long step therefore
+builds it whole first (`Simulated.has_all_microbatches`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Simulated:
     """Simulated times and memory of a step that may have many microbatches.
 
     Attributes:
-        report: times, bubbles and other figures of the step.
+        report: times, bubbles and other results of the step's simulation.
         held_bytes: the peak of each rank in bytes; None if the costs have no bytes.
         has_all_microbatches: whether all microbatches were built; if not, the figures are derived
             from the repeating part of a shorter step.
@@ -68,7 +68,7 @@ def simulate_step(
     all_microbatches: bool = False,
     most: Sequence[float] | None = None,
 ) -> Simulated:
-    """Return the simulated figures of schedule ``resolved`` for the step of ``problem``.
+    """Return the simulated times and memory of schedule ``resolved`` for the step of ``problem``.
 
     They are derived from the repeating part of a step with fewer microbatches, if it has one.
 
@@ -165,8 +165,7 @@ def _shorter(
 def _by_repeating_part(
     program: Program, made: ScheduleReport, microbatches: int, period: int
 ) -> Simulated | None:
-    """Return the figures of a step of ``microbatches``, derived from the shorter step of
-    ``program``.
+    """Return times and memory of a step of ``microbatches``, from the shorter step of ``program``.
 
     None if the shorter step does not determine them.
     """
@@ -226,7 +225,7 @@ def simulated_in_full(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> Simulated:
-    """Return the simulated figures of schedule ``resolved``, with all microbatches built.
+    """Return the simulated times and memory of schedule ``resolved``, with all microbatches built.
 
     Raises what `report` raises.
     """

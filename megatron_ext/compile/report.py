@@ -1,6 +1,6 @@
 """Report on a simulated schedule, as data for programs.
 
-The command, the page and programs that read JSON show the same figures. They are computed once,
+The command, the page and programs that read JSON show the same values. They are computed once,
 under the names that ``--json`` prints.
 """
 
@@ -29,8 +29,8 @@ from megatron_ext.schedule.schedule import bitwise_order
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Figures of a simulated schedule; ``--json`` prints these names in this order, and for
-    ``options`` the settings that request them.
+    """Times and memory of a simulated schedule; ``--json`` prints these names in this order, and
+    for ``options`` the settings that request them.
 
     Attributes:
         schedule: name of the schedule with its options, as chosen.
@@ -83,7 +83,7 @@ class ScheduleReport:
         return max(self.peak_activation_microbatches)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the figures by the names that ``--json`` prints."""
+        """Return the values by the names that ``--json`` prints."""
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -96,7 +96,7 @@ def report(
     problem: Problem,
     build: Callable[[ResolvedSpec, Problem], Program] = build_program,
 ) -> tuple[Program, ScheduleReport]:
-    """Build, prove and simulate the schedule ``resolved``; return its program and its figures.
+    """Build, prove and simulate the schedule ``resolved``; return its program and its report.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.

@@ -59,7 +59,7 @@ def held_of_stage(
     W.
 
     The latter are those left for W. Logits, and the inputs of the output layer's weight gradient,
-    are not included. ``measured`` scales both figures to measured bytes.
+    are not included. ``measured`` scales both byte counts to measured bytes.
     """
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):

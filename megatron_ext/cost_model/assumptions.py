@@ -1,7 +1,7 @@
 """Settings of a training that the cost model ignores or that no measurement has checked.
 
 An estimate looks the same whether it was checked or not. So each such setting has a line on what is
-assumed of it, which plans print below their figures.
+assumed of it, which plans print below their tables.
 """
 
 from __future__ import annotations

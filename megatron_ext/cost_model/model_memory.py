@@ -3,7 +3,7 @@ exactly as Megatron stores them, the largest temporary tensors of a pass, CUDA's
 buffers.
 
 The distributed optimizer lays parameters out in buckets, aligned and padded to a multiple of the
-number of data-parallel ranks; the padding counts. The figures are those of the first data-parallel
+number of data-parallel ranks; the padding counts. The bytes are those of the first data-parallel
 rank, which has the fullest parts.
 """
 

@@ -2,7 +2,7 @@
 
 An operation takes as long as the slower of its arithmetic and its memory traffic, plus what its
 kernel costs to launch. Exchanges go within a domain of fast links or beyond it. `Rates` has these
-figures for one machine and turns operations into seconds.
+rates for one machine and turns operations into seconds.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _is_number(text: str) -> bool:
 
 
 def _share(figure: str, text: str) -> float:
-    """Return the text ``figure`` as a number from 0 to 1, or raise ValueError."""
+    """Return the number in the text ``figure``, from 0 to 1, or raise ValueError."""
     if not _is_number(figure) or not 0 <= float(figure) <= 1:
         raise ValueError(
             f"noise {shown(text)!r}: {shown(figure)!r} is no number from 0 to 1; {_EXAMPLE}"

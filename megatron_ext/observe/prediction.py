@@ -30,7 +30,7 @@ class Comparison:
     Attributes:
         predicted, measured: makespan of a step, in seconds.
         predicted_busy, measured_busy: seconds of all passes of a step, for each rank.
-        steps: number of measured steps. The measured figures are their medians.
+        steps: number of measured steps. The measured times are their medians.
     """
 
     predicted: float

@@ -491,7 +491,7 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
-    """Yield metadata events of a traced step, for its figures that belong to no pass or message."""
+    """Yield metadata events of a traced step, for its values that belong to no pass or message."""
     about: dict[str, dict[str, Any]] = {}
     if step.weight_shares is not None:
         assert step.executor is not None

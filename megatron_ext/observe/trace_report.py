@@ -1,6 +1,6 @@
 """Report on traced steps, as data for programs. Times are in seconds.
 
-The text of `megatron-ext trace` and its ``--json`` have the same figures, which are computed once,
+The text of `megatron-ext trace` and its ``--json`` have the same values, which are computed once,
 here, under the names that are printed.
 """
 
@@ -77,7 +77,7 @@ def median_step(steps: Sequence[TracedStep]) -> TracedStep:
 
 
 def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> TraceReport:
-    """Return an explanation of the traced step with the median makespan, and figures of all steps.
+    """Return an explanation of the traced step with the median makespan, and metrics of all steps.
 
     ``seconds`` is the time limit of `what_if`.
     """

@@ -126,12 +126,12 @@ class Candidate:
 
     Attributes:
         method: how embedding and output layer are treated.
-        report: the figures of its program.
+        report: the simulated times and memory of its program.
         variant: the schedule and problem that it was made of.
         limit: the memory limit that it was made for.
         memory: bytes of each rank; None if not known.
-        has_all_microbatches: whether all microbatches were built; if not, the figures are derived
-            from the repeating part of a shorter step.
+        has_all_microbatches: whether all microbatches were built; if not, times and memory are
+            derived from the repeating part of a shorter step.
     """
 
     method: VocabMethod

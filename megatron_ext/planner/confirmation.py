@@ -34,7 +34,7 @@ def confirmed_verdict(
     *,
     confirms_all: bool = True,
 ) -> tuple[Verdict, Plan]:
-    """Return the recommendation for a job, and its plan, after a check with exact figures.
+    """Return the recommendation for a job, and its plan, after a check with exact times.
 
     The times of long steps are estimates at first. What is recommended is always judged exactly.
     With ``confirms_all``, and as long as there is planning time, every alternative that takes up to
@@ -45,8 +45,8 @@ def confirmed_verdict(
         plan: the schedules compared.
         baseline: the unchanged job; None if it cannot start.
         others: all other alternatives.
-        judge: function that returns an alternative with the figures of the job that is changed to
-            it, or raises ValueError if that job could not start.
+        judge: function that returns an alternative with time and memory of the job that is changed
+            to it, or raises ValueError if that job could not start.
         free: bytes that a rank may take; None: not known.
     """
     confirmation = _Confirmation(plan, baseline, list(others), free, judge, confirms_all)
@@ -60,12 +60,12 @@ def confirmed_verdict(
 
 @dataclass
 class _Confirmation:
-    """State of the check of a plan's recommendation with exact figures (`confirmed_verdict`).
+    """State of the check of a plan's recommendation with exact times (`confirmed_verdict`).
 
     The check repeats its steps until the recommendation no longer changes.
 
     Attributes:
-        plan: the plan, with the true figures that are known so far.
+        plan: the plan, with the exact times and memory that are known so far.
         baseline: the unchanged job; None: it cannot start, or nothing is known of it.
         pool: all alternatives that may be recommended.
         free, judge: as in `confirmed_verdict`.
@@ -121,8 +121,8 @@ class _Confirmation:
         return True
 
     def _replace(self, estimated: Alternative, built: Alternative | None) -> None:
-        """Replace the alternative ``estimated`` by ``built``, which has exact figures; None removes
-        it."""
+        """Replace the alternative ``estimated`` by ``built``, which has exact time and memory; None
+        removes it."""
         at = self.pool.index(estimated)
         self.pool[at : at + 1] = [] if built is None else [built]
         true = None if built is None else built.candidate
@@ -143,7 +143,7 @@ def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternat
 
 
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:
-    """Return an alternative with the exact figures of all microbatches; None if it cannot be
+    """Return an alternative with exact time and memory of all microbatches; None if it cannot be
     built."""
     try:
         built = with_whole_step(estimated, free)
@@ -155,7 +155,7 @@ def _built(estimated: Alternative, free: float | None) -> Alternative | None:
 
 
 def with_whole_step(estimated: Alternative, free: float | None = None) -> Alternative:
-    """Return an alternative with the exact figures of a step built with all microbatches.
+    """Return an alternative with exact time and memory of a step built with all microbatches.
 
     Raises ValueError if the step cannot be built.
     """

@@ -31,7 +31,7 @@ class Curves:
 
     Attributes:
         by_limit: for each schedule that searches, the best within each memory limit, least memory
-            first, as long as more memory helps.
+            first, as long as more memory shortens the step.
         by_microbatches: for the best schedules and 1F1B, the time of a step by the number of
             microbatches. For a schedule that searches, the one used instead of a search is taken.
     """

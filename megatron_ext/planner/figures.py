@@ -1,6 +1,6 @@
 """A candidate and a plan as data: flags, seconds and bytes, or the reason of a refusal.
 
-The printed tables, ``--json`` and the pictures name the same figures. They are taken from a
+The printed tables, ``--json`` and the pictures name the same values. They are taken from a
 candidate here, with the flags that make a launch train under it.
 """
 
@@ -39,7 +39,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Figures:
-    """Settings and simulated figures of a schedule in a plan, as ``--json`` prints them.
+    """Settings and simulated times and memory of a schedule in a plan, as ``--json`` prints them.
 
     Attributes:
         vocab_parallel, activation_offload, recompute, slices, memory_limit: settings.
@@ -82,7 +82,7 @@ class Refusal:
 
 
 def candidate_figures(candidate: Candidate) -> Figures:
-    """Return settings and figures of a plan's candidate, as data for ``--json``."""
+    """Return settings, times and memory of a plan's candidate, as data for ``--json``."""
     made = candidate.report
     return Figures(
         schedule=candidate.schedule,

@@ -103,7 +103,7 @@ class PlannedJob(ABC):
         return _NO_OTHERS
 
     def judged(self, one: Alternative) -> Alternative:
-        """Return an alternative with exact figures for this job.
+        """Return an alternative with exact time and memory for this job.
 
         Raises:
             ValueError: a training with this alternative could not start.

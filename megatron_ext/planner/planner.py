@@ -293,6 +293,6 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
 
 
 def without_figures(why: str) -> str:
-    """Return the reason of a schedule's refusal without figures, so that equal reasons are
+    """Return the reason of a schedule's refusal without its numbers, so that equal reasons are
     equal."""
     return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why

@@ -27,7 +27,7 @@ NAME = "race.json"  # name of the file in the checkpoints' folder
 _VERSION = 2
 THE_RACE = "the race"  # name of the entry in the fingerprint that holds the raced schedules
 _SECONDS = (1e-9, 1e6)  # least and largest seconds of an iteration in a record
-_RANGES = {  # least and largest values of the figures in a record
+_RANGES = {  # least and largest values of the numbers in a record
     "bubble": (-1.0, 1.0),
     "predicted_bubble": (-1.0, 1.0),
     "peak": (0.0, 1e18),

@@ -74,7 +74,7 @@ def doubt_of_winner(race: Race, figures: Mapping[str, RaceFigures]) -> str | Non
 
 
 def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
-    """Return a line of the log: the measured and the predicted figures of ``spec``."""
+    """Return a line of the log: the measured and the predicted times of schedule ``spec``."""
     seconds = race.seconds(spec)
     took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
     return (

@@ -74,7 +74,7 @@ def write_costs(
 def _figures(
     prepared: PreparedSchedule, members: tuple[int, ...], record: RankRecord
 ) -> list[RankFigures]:
-    """Return figures for each rank of ``members`` from ``record``, of the rank that ran."""
+    """Return measurements for each rank of ``members`` from ``record``, of the rank that ran."""
     groups: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for (chunk, kind, _), found in measured_passes(prepared.program, record).items():
         groups[chunk, kind].append(found.seconds)

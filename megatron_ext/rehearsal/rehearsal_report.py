@@ -23,7 +23,7 @@ from megatron_ext.schedule.schedule import is_compute
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """Figures of a rehearsed schedule.
+    """Measured times of a rehearsed schedule.
 
     Attributes:
         name, schedule: name of the schedule as the user wrote it, and as its program has it.
@@ -53,10 +53,10 @@ class ScheduleFigures:
 
 @dataclass(frozen=True)
 class ReplayFigures:
-    """Figures of a schedule from a second run of its ranks, whose messages come on time.
+    """Measured times of a schedule from a second run of its ranks, whose messages come on time.
 
     Attributes:
-        figures: figures of the step composed of the passes of the second run.
+        figures: times of the step composed of the passes of the second run.
         over_alone: its seconds from first to last pass, as a multiple of those of the first run.
         off_end: error of the composition: the most by which the seconds from a rank's first to its
             last pass differ from those in the composed step, as a share of the whole step.
@@ -69,7 +69,7 @@ class ReplayFigures:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Figures of a rank that ran.
+    """Measured times and memory of a rank that ran.
 
     Attributes:
         schedule: name of the schedule, as the user wrote it.
@@ -139,7 +139,7 @@ class RehearsalReport:
 def schedule_figures(
     prepared: PreparedSchedule, step: ComposedStep, first: float | None, costs: str, trace: str
 ) -> ScheduleFigures:
-    """Return the figures of a rehearsed schedule from its composed ``step``.
+    """Return the times of a rehearsed schedule from its composed ``step``.
 
     Args:
         first: seconds of a step of the first schedule; None if this is the first.
@@ -168,10 +168,10 @@ def replay_figures(
     step: ComposedStep,
     records: Mapping[int, RankRecord],
 ) -> ReplayFigures:
-    """Return the figures of a schedule from the second run of its ranks, with messages on time.
+    """Return the times of a schedule from the second run of its ranks, with messages on time.
 
     Args:
-        figures: figures of ``step``.
+        figures: times of ``step``.
         alone: step composed of the first run, whose times the messages of the second run had.
         step: step composed of the second run.
         records: records of the second run, by pipeline rank.
@@ -198,7 +198,7 @@ def rank_result(
     is_replay: bool,
     real: tuple[str, ...],
 ) -> RankResult:
-    """Return the figures of the rank that ran for ``rank_class``, from its ``record``."""
+    """Return times and memory of the rank that ran for ``rank_class``, from its ``record``."""
     measured = measured_passes(prepared.program, record)
     by_kind: dict[Kind, list[float]] = defaultdict(list)
     for (_, kind, _), found in measured.items():
@@ -241,7 +241,7 @@ def not_rehearsed(
     has_blocks: bool,
     imbalance: float | None,
 ) -> Iterator[str]:
-    """Yield sentences on the parts of a training that the figures of a rehearsal do not show.
+    """Yield sentences on the parts of a training that the results of a rehearsal do not show.
 
     Args:
         replays: whether ranks ran a second time, with their messages on time.

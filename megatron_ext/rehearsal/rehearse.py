@@ -312,7 +312,7 @@ class _Ranks:
     """Runner of the ranks of a rehearsal, one after another.
 
     Attributes:
-        results: figures of each rank that has run.
+        results: times and memory of each rank that has run.
     """
 
     def __init__(

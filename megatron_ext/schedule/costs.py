@@ -3,8 +3,8 @@
 Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs their sum: a
 fused backward B costs I + W. The text form is in costs_text.py.
 
-`Costs` consists of parts. Figures are tuples, not arrays, because caches use their repr as a key,
-and numpy shortens it.
+`Costs` consists of parts. Seconds and bytes are tuples, not arrays, because caches use their repr
+as a key, and numpy shortens it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TowerCosts:
 
 
 class CostPart:
-    """Base class of the parts of `Costs`. Each tuple in a part has one figure per stage.
+    """Base class of the parts of `Costs`. Each tuple in a part has one number per stage.
 
     A field that is not given per stage says so.
     """
@@ -105,7 +105,7 @@ class CostPart:
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> Self:
         """Return this part of ``costs`` after the stages of each row have been joined to one.
 
-        The figures of a joined stage are the sums over its stages.
+        The costs of a joined stage are the sums over its stages.
         """
         named = {part.name: getattr(self, part.name) for part in fields(self)}  # type: ignore[arg-type]
         return type(self)(**{name: _summed(value, rows) for name, value in named.items()})
@@ -116,7 +116,7 @@ def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
         return {key: _summed(figures, rows) for key, figures in value.items()}
     if isinstance(value, tuple) and value:
         return tuple(sum(value[stage] for stage in row) for row in rows)
-    return value  # other values have no figure per stage and stay as they are
+    return value  # other values are not per stage and stay as they are
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class PassCosts(CostPart):
     """Seconds and bytes of compute passes.
 
     Attributes:
-        seconds: figures by kind of pass. (Any unit of time will do if all figures share it.)
+        seconds: seconds per stage, by kind of pass. (Any unit of time will do if all costs share
+            it.)
         held_bytes: bytes by kind of memory; None if bytes are not known.
         recompute: seconds of a recomputation R; () if R takes as long as the forward pass.
         fused_backward_saving: seconds saved if W directly follows its I, as in B, because one
@@ -300,7 +301,7 @@ class HostCosts(CostPart):
     """Costs of copies between a rank's GPU memory and host memory (activation offload).
 
     Attributes:
-        seconds: seconds to copy a microbatch's tensors, by kind of copy, one figure per stage.
+        seconds: seconds to copy a microbatch's tensors, by kind of copy, one number per stage.
         ranks_per_link: number of consecutive ranks that share a link to the host and take turns.
         duplex: whether a link carries copies in both directions at the same time.
     """
@@ -524,7 +525,7 @@ class Costs:
         return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
     def with_slices_of(self, estimate: Costs) -> Costs:
-        """Return a copy of the costs that takes the missing figures for slices from ``estimate``.
+        """Return a copy of the costs that takes the missing costs of slices from ``estimate``.
 
         The estimated seconds are scaled by the ratio of given to estimated seconds of each pass.
         """

@@ -51,7 +51,7 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # Keys that only a training which measures its costs writes; cost_model/measured/file.py reads them.
 _MEASURED = ("links", "reserved", "layers", "machine")
-# Keys of figures for slices of sequences: attention's share of the passes, and the parts of a
+# Keys of the costs of slices of sequences: attention's share of the passes, and the parts of a
 # message's and of a pass's time that do not shrink with the slice.
 _FIXED = {f"fixed_{key}": kind for key, kind in _PASSES.items()}
 _SLICES = ("attention", "latency", *_FIXED)
@@ -62,10 +62,10 @@ _SAVINGS = "overlap_saving"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # largest number of ranks that may share a link to the host
-# Bounds of all figures, so that no sum or quotient of figures is infinite.
+# Bounds of all numbers, so that no sum or quotient of numbers is infinite.
 LEAST, MOST = 1e-18, 1e18
 
-# Entries among the bytes that have a single figure, not one per stage.
+# Entries among the bytes that have a single number, not one number per stage.
 _DEFERRED = "output weight inputs"
 _SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 
@@ -105,7 +105,7 @@ def format_costs(costs: Costs) -> str:
 def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> str:
     """Return ``costs`` in short for people, with three digits: a microbatch on a whole rank.
 
-    A figure is a range if ranks differ. ``with_copies`` includes copies to the host and back.
+    A number is a range if ranks differ. ``with_copies`` includes copies to the host and back.
     """
     costs = costs.unpartitioned or costs
     seconds = costs.without_vocabulary().seconds
@@ -125,7 +125,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 
 def _of_like_stages(costs: Costs) -> list[float]:
-    """Return the seconds saved if F and I of the same stage overlap: one figure for each stage."""
+    """Return the seconds saved if F and I of the same stage overlap: one number for each stage."""
     table = (
         costs.overlap.savings.get(Kind.BACKWARD_INPUT) or costs.overlap.savings[Kind.FULL_BACKWARD]
     )
@@ -251,7 +251,7 @@ def _fixed(costs: Costs) -> dict[str, tuple[float, ...]]:
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """Return one figure for each stage; a single given figure is repeated for all stages."""
+    """Return one number for each stage; a single given number is repeated for all stages."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
@@ -546,9 +546,9 @@ def _integers(figures: Sequence[float]) -> list[int]:
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
-    """Return one figure per stage of the placement, in seconds or bytes.
+    """Return one number per stage of the placement, in seconds or bytes.
 
-    A single figure is that of a whole rank, so each of the rank's v chunks gets 1/v of it.
+    A single number is for a whole rank, so each of the rank's v chunks gets 1/v of it.
     """
     _check_figures(what, figures)
     if len(figures) == 1:

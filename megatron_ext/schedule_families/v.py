@@ -262,9 +262,9 @@ def _pieces(problem: Problem, least: int) -> int:
 def _per_stage(
     p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Return one figure for each stage of a V, given functions of the paper's device number.
+    """Return one number for each stage of a V, given functions of the paper's device number.
 
-    ``chunk_0`` gives the figures of the first chunks, ``chunk_1`` those of the second.
+    ``chunk_0`` gives the numbers of the first chunks, ``chunk_1`` of the second ones.
     """
     return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
 

@@ -161,7 +161,7 @@ def _producers(
 
 
 def _ticks(figure: float, tick: float) -> int:
-    """Return ``figure`` in ticks, rounded down, but exact for multiples up to rounding errors."""
+    """Return the duration ``figure`` in ticks: rounded down, but not by mere rounding errors."""
     return int(figure / tick + 1e-6)
 
 

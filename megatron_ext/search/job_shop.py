@@ -83,7 +83,7 @@ class PassDifferences:
         return self.durations.shape[1]
 
     def mirrored(self, receivers: Sequence[int]) -> PassDifferences:
-        """Return these figures for time that runs backwards: memory deltas change their sign.
+        """Return these numbers for time that runs backwards: memory deltas change their sign.
 
         Args:
             receivers: for each operation, the operation that its messages go to.
@@ -223,7 +223,7 @@ class JobShop:
         )
 
     def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
-        """Return a figure for each pass, from one per operation or from differing ones.
+        """Return a number for each pass, from one number per operation or from differing numbers.
 
         The shape is (operations, columns).
         """
@@ -484,7 +484,7 @@ def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
 
 
 def _in_order[T](kind: Kind, parts: Sequence[T], problem: Problem) -> Sequence[T]:
-    """Return microbatches or slices, or their figures, in the order in which ``kind`` runs them.
+    """Return microbatches or slices, or their costs, in the order in which ``kind`` runs them.
 
     Backward passes run the slices of a microbatch in reverse.
     """

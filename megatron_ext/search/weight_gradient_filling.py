@@ -281,7 +281,7 @@ class _WeightGradient(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass of the order of F and I, with all figures that do not depend on when it runs.
+    """A pass of the order of F and I, with all values that do not depend on when it runs.
 
     Inputs are numbered over the whole step; ``output`` is the number of the input that the pass
     makes for a neighbouring stage, or -1.

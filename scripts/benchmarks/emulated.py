@@ -73,7 +73,7 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
 
 
 def _in_seconds(ms: Any) -> Any:
-    """Return milliseconds in seconds: a figure, or tuples and mappings of figures."""
+    """Return milliseconds in seconds: a number, or tuples and mappings of numbers."""
     if isinstance(ms, Mapping):
         return {key: _in_seconds(figures) for key, figures in ms.items()}
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000

@@ -43,7 +43,7 @@ STEPS = 3  # number of timed steps, after one that is not timed
 STEPS_IN_A_ROW = 10  # number of timed consecutive steps, if steps may overlap
 # Number of sleeps of 20 ms, which measure how late a rank wakes up and how slow it is then.
 SLEEPS = 25
-NOISY = 0.03  # share of spread, or of late passes, from which figures count as too noisy
+NOISY = 0.03  # share of spread, or of late passes, from which times count as too noisy
 
 # Costs in milliseconds of passes that take almost no time, to measure the executor's own time.
 _FREE = "f=1e-6,i=1e-6,w=1e-6"
@@ -97,7 +97,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Figures of one contender over all launches of a benchmark.
+    """Measured times of one contender over all launches of a benchmark.
 
     Attributes:
         ideal: seconds that the schedule takes with free messages and no overhead: its makespan;
@@ -122,7 +122,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Figures of all contenders, and figures that show how reliable they are.
+    """Measured times of all contenders, and numbers that show how reliable these times are.
 
     Attributes:
         real_time: whether the ranks ran before all other processes of the machine.
@@ -139,7 +139,7 @@ class BenchReport:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons not to trust the benchmark's figures; empty if there are none."""
+        """Reasons not to trust the benchmark's times; empty if there are none."""
         spread = max((row.spread for row in self.rows), default=0.0)
         doubts = []
         if not self.real_time:
@@ -169,7 +169,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Results of one launch: for each figure, as in `BenchReport`, the largest of all ranks."""
+    """Results of one launch: for each field, as in `BenchReport`, the largest of all ranks."""
 
     steps: dict[str, _Steps]
     real_time: bool

@@ -72,7 +72,7 @@ def keep_memory() -> None:
 def measure(hidden_size: int, sequence: int, repetitions: int) -> dict[str, float]:
     """Return the median milliseconds of B, I and W, and the ratio (I + W) / B.
 
-    On a CPU the median number of page faults is among the figures.
+    On a CPU the median number of page faults is returned too.
     """
     from megatron_ext.patches import engine
 

@@ -179,8 +179,8 @@ def over_another(
 ) -> tuple[float, float]:
     """Return the seconds of a step of ``spec``, divided by those of ``base`` in order of arrival.
 
-    The first figure is for microbatches in order of arrival, the second one for microbatches that
-    are distributed among the replicas anew and ordered. Both are medians, as in `gain`.
+    The first number is for microbatches in order of arrival, the second number for microbatches
+    that are distributed among the replicas anew and ordered. Both are medians, as in `gain`.
     """
     under = UnequalSteps(_program(spec, ranks, microbatches), 1)
     reference = UnequalSteps(_program(base, ranks, microbatches), 1)

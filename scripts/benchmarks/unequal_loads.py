@@ -1,6 +1,6 @@
 """Loads of unequal microbatches, drawn from length distributions like those of public data sets.
 
-`batch` draws the microbatches of one step; figures are relative to the mean of the distribution. No
+`batch` draws the microbatches of one step; numbers are relative to the mean of the distribution. No
 real lengths stand behind them.
 """
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Microbatches of one step. Figures are divided by the mean of their distribution.
+    """Microbatches of one step. Numbers are divided by the mean of their distribution.
 
     Attributes:
         tokens: number of tokens of each microbatch.

@@ -1,4 +1,4 @@
-"""Bars of the evaluation: what its figures must keep, whatever else changes.
+"""Bars of the evaluation: limits that its results must keep, whatever else changes.
 
 A change of the estimate may make one group of measurements better and another one worse. Each kind
 of comparison therefore has a bar, so that none is given away for another.

@@ -18,7 +18,7 @@ from megatron_ext.cost_model.model import Model
 
 MEASURED = Path(__file__).with_name("measured.csv")
 PASSES = "passes, "  # beginning of a row's job if the row measures passes without a step
-GB = 2**30  # bytes of a GB: torch.cuda's figures are divided by it in the sources
+GB = 2**30  # bytes of a GB: torch.cuda's bytes are divided by it in the sources
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PublishedStep:
         layers: layers of each stage; () if the row does not tell.
         seconds: seconds of a step; infinite if it ran out of memory.
         peak: bytes of the fullest rank; None if none are published.
-        in_view: whether its figure was known when a constant of the estimate was chosen.
+        in_view: whether its measured time was known when a constant of the estimate was chosen.
     """
 
     number: int

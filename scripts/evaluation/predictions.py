@@ -52,7 +52,8 @@ def predict(steps: Iterable[PublishedStep], report: Callable[[], None]) -> list[
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Median, 10th and 90th percentile of figures, and from how many ``rows`` they are."""
+    """Median, 10th and 90th percentile of values, and the number of ``rows`` that they come
+    from."""
 
     median: float
     p10: float
@@ -66,7 +67,7 @@ class Percentiles:
 
 
 NEW_CONTAINERS = "Megatron-Bridge, containers from 26.06 on"
-# First version of the container whose published figures are of today's software.
+# First version of the container whose published step times are of today's software.
 _NEW_SOFTWARE = 26.06
 GLM = "GLM-5.2 (sparse attention), H100 and GB200"
 CARDS = "model cards, GB200 and GB300"

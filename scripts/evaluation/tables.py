@@ -1,8 +1,8 @@
-"""The evaluation's figures: one line for each kind of comparison, in groups.
+"""Results of the evaluation: one line for each kind of comparison, in groups.
 
 Seconds of steps, ratios of two steps, orders, passes and sizes are compared, each on the
 measurements that tell something about it. A line has one kind with its number of rows, so that no
-figure hides behind another.
+number hides behind another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scripts.evaluation.stage_times import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All figures of the evaluation.
+    """All results of the evaluation.
 
     Attributes:
         steps: the published steps that have an estimate, with their predictions.
@@ -112,7 +112,7 @@ AT_TP_8 = "predicted over measured seconds, at TP 8 over TP 1, in the median"
 def evaluate_all(
     steps: Sequence[PublishedStep], stages: Sequence[PublishedStage], report: Callable[[], None]
 ) -> Evaluation:
-    """Return all figures; ``report`` is called after each step and each of `OTHER_PARTS` others."""
+    """Return all results; ``report`` is called after each step and each of `OTHER_PARTS` others."""
     of_one_size = [step for step in steps if not step.job.startswith(OF_SIZES)]
     found = predict(of_one_size, report)
     predicted = {one.step.number for one in found}
@@ -230,7 +230,7 @@ def of_sizes(steps: Sequence[PublishedStep]) -> tuple[list[FigureLine], list[flo
 
 
 def as_data(made: Evaluation) -> Mapping[str, object]:
-    """Return all figures as data for other programs."""
+    """Return all results as data for other programs."""
     return {
         "steps": [
             {

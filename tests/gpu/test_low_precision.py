@@ -115,7 +115,7 @@ def test_a_loop_has_the_losses_of_megatrons_loop(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop schedule has the losses of Megatron's own loop. NVFP4 rounds gradients at random, in
-    the order of a rank's backward passes, which is the same in both."""
+    the order of a rank's backward passes, which is the same in both loops."""
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision) | {"num_virtual_stages_per_pipeline_rank": 2}
     assert losses("interleaved-zb", **flags) == losses(None, **flags)

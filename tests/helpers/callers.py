@@ -127,7 +127,7 @@ def whole_step(
 
 
 def assert_same(ours: tuple[list[Any], Gradients], stocks: tuple[list[Any], Gradients]) -> None:
-    """Assert that both have the same losses and gradients, to the last bit."""
+    """Assert that both callers have the same losses and gradients, to the last bit."""
     (losses, gradients), (expected_losses, expected) = ours, stocks
     assert losses == expected_losses and losses
     assert gradients.keys() == expected.keys()

@@ -83,7 +83,8 @@ def chain_of(placement: Placement) -> list[int]:
 
 @dataclass
 class Synchronous:
-    """Results of the same steps in one process, which validates each step before it updates.
+    """Results of the same steps in one process, which checks norm and infs of each step before it
+    updates.
 
     Attributes:
         stages: the stages after the last step.

@@ -70,8 +70,8 @@ class Outcome(enum.StrEnum):
 class LoadJudgement:
     """Judgement of a checkpoint: the outcome of loading it, the reason, and a fix.
 
-    ``fix`` names the flag or the step that helps; it is empty if nothing has to be done. ``remark``
-    says what Megatron does silently with a checkpoint that it loads.
+    ``fix`` names the flag or the step with which the checkpoint loads; it is empty if nothing has
+    to be done. ``remark`` says what Megatron does silently with a checkpoint that it loads.
     """
 
     outcome: Outcome
@@ -117,7 +117,7 @@ def command_of(
 
 
 class DoesNotLoad(ValueError):
-    """Error: the launch command does not load the checkpoint; ``fix`` says what helps."""
+    """Error: the launch command does not load the checkpoint; ``fix`` says how to load it."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)

@@ -1,6 +1,6 @@
 """Megatron's own TensorBoard and W&B writers, which the last global rank has.
 
-Our figures go to the same writers, at the same interval, so that they stand next to Megatron's.
+Our metrics go to the same writers, at the same interval, so that they stand next to Megatron's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def log_step(
     seconds: tuple[float, float],
     more: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a step's figures to Megatron's TensorBoard and W&B writers, as far as they exist.
+    """Write a step's metrics to Megatron's TensorBoard and W&B writers, as far as they exist.
 
     Args:
         bubble_shares, seconds: the step's bubble share and duration, each as (predicted, measured).
-        more: further figures by name.
+        more: further metrics by name.
     """
     figures: dict[str, float] = {}
     for name, (predicted, measured) in (

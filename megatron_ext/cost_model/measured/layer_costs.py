@@ -34,7 +34,7 @@ from megatron_ext.schedule.costs import Costs, TowerCosts
 from megatron_ext.schedule.kinds import Held
 
 MeasuredFigure = Kind | Held
-# Measured figures of a layer, in the order of the fields of `Scale`.
+# Measured seconds and bytes of a layer, in the order of the fields of `Scale`.
 FIGURES: tuple[MeasuredFigure, ...] = (
     Kind.FORWARD,
     Kind.BACKWARD_INPUT,
@@ -68,7 +68,7 @@ class LayerCosts:
 
     Attributes:
         measured: seconds and bytes of one instance; bytes only if they were measured.
-        estimated: the same figures as estimated with ``rates``.
+        estimated: the same seconds and bytes as estimated with ``rates``.
         alike: groups of components that no stage tells apart; each group keeps the proportions of
             the estimate.
         stages: how many layers each stage had.
@@ -180,7 +180,7 @@ _IN_WORDS = {
 }
 
 
-_Expected = dict[str, dict[MeasuredFigure, float]]  # expected figures by component of the model
+_Expected = dict[str, dict[MeasuredFigure, float]]  # expected costs by model component
 
 
 def _expected(stage: Stage, basis: Basis) -> _Expected:
@@ -213,7 +213,7 @@ def _sums_of(
     figure: MeasuredFigure,
     is_divided: bool,
 ) -> tuple[Sequence[_Expected], Sequence[float]]:
-    """Return estimated figures by component, and the measured sum of them, row by row.
+    """Return estimated seconds or bytes by component, and their measured sum, row by row.
 
     A row is a stage, or a part of a partitioned vocabulary. ``figure`` is a kind of pass or of
     memory.

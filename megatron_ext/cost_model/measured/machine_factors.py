@@ -193,7 +193,7 @@ def read_factors(data: Mapping[str, Any]) -> MachineFactors:
     """Return the timed operations of a machine in the entry ``data`` of a costs file.
 
     Raises:
-        ValueError: another format, or a figure that is not above 0.
+        ValueError: another format, or a number that is not above 0.
         KeyError, TypeError: something is missing, or is something else.
     """
     if data["version"] != FORMAT:

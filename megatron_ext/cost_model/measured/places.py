@@ -23,7 +23,7 @@ class RankPlaces:
 
     Attributes:
         pipeline: global rank of the first rank of its pipeline.
-        seconds: by kind of pass, of all stages of the rank together; a row per step, a figure per
+        seconds: by kind of pass, of all stages of the rank together; a row per step, a number per
             microbatch.
     """
 

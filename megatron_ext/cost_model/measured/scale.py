@@ -36,7 +36,7 @@ NOT_SCALED = Scale()
 class Links:
     """Measured bytes per second of messages between pipeline neighbours, and ranks of a node.
 
-    A figure is None if no neighbours were measured for it.
+    A field is None if no neighbours were measured for it.
     """
 
     within: float | None = None  # scale of messages within a node; None if not measured

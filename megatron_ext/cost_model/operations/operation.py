@@ -35,7 +35,7 @@ class Engine(StrEnum):
 
 @dataclass(frozen=True)
 class Passes:
-    """Three figures of an operation (operations or bytes): one for each of F, I and W."""
+    """Floating-point operations or bytes of an operation in each of F, I and W."""
 
     forward: float = 0.0
     input_gradient: float = 0.0

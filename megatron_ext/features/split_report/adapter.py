@@ -45,8 +45,8 @@ class SplitReportHooks(TrainingHooks):
 class SplitReport(StepObserver[Step]):
     """Observer that logs the `split_report` of all ranks once, after a representative step.
 
-    In a race with a schedule that ``splits`` the backward pass, that is the first step under such a
-    schedule; with CUDA graphs, the first step that replays them.
+    In a race of schedules (--pipeline-race) with one that ``splits`` the backward pass, that is the
+    first step under such a schedule; with CUDA graphs, the first step that replays them.
     """
 
     def __init__(self, *, splits: bool) -> None:

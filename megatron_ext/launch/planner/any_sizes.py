@@ -92,7 +92,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     free = parsed.allowed_bytes
 
     def judged(one: Alternative) -> Alternative:
-        """Return the alternative ``one`` with the figures of the launch that is changed to it."""
+        """Return the alternative ``one`` with time and memory of the launch changed to it."""
         if one.write() == NOTHING:  # the launch's own settings were judged before
             return one
         one = without_idle_limit(one)
@@ -256,7 +256,7 @@ class SizedLaunch:
         self._parsed, self._job = parsed, job
 
     def baseline(self) -> SizedStep | None:
-        """Return the unchanged launch with its figures, as `judge` has them.
+        """Return the unchanged launch with its time and memory, as `judge` has them.
 
         Return None if it cannot run.
         """

@@ -169,7 +169,7 @@ class LaunchJob(PlannedJob):
         return on_assumed_vocabulary(self.parsed, found, self._judged_with)
 
     def _judged_with(self, parsed: ParsedLaunch, one: Alternative) -> Alternative:
-        """Return the alternative ``one`` with its figures under another launch, ``parsed``."""
+        """Return the alternative ``one`` with its time and memory under the launch ``parsed``."""
         made = judgement_of(self.request, parsed, one.write())
         return judged_alternative(made, one.write)
 

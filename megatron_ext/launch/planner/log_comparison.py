@@ -10,7 +10,7 @@ from megatron_ext.planner.verdict import Alternative
 
 
 def comparison_with_log(log: LogFigures, estimate: Alternative, ranks: int) -> str | None:
-    """Return the figures of the ``log``, each with that of the ``estimate``, as text.
+    """Return the times and memory in the ``log``, each next to its estimate, as text.
 
     Return None without any.
 

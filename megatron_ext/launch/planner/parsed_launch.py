@@ -301,7 +301,7 @@ def _read(
         config = replace(config, schedule=None)
     with _naming(request.file):
         launch_schedule = config.schedule or stock_schedule(args)
-    # The factors from the log's figures apply to the estimates of all layouts.
+    # The factors from the times in the log apply to the estimates of all layouts.
     if measured is not None:
         config = replace(config, costs=CostsSource(ESTIMATE))
     variants = LaunchVariants(

@@ -437,7 +437,7 @@ def _settings(made: Evaluated) -> int:
 
 
 def _least_work(figures: StageFigures) -> float:
-    """Return the least seconds of one microbatch in all layers, by the figures of stages."""
+    """Return the least seconds of one microbatch in all layers, by the seconds of stages."""
     layers = len(figures.work.model.layers)
     return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 

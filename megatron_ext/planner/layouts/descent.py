@@ -100,7 +100,7 @@ class Timed:
         return other
 
     def by(self, figures: StageFigures) -> Timed:
-        """Return the same order of passes, timed by other figures of stages."""
+        """Return the same order of passes, timed by other seconds of stages."""
         other = copy.copy(self)
         other._figures = figures
         return other

@@ -1,4 +1,4 @@
-"""Figures of any part of a model's layers as a stage, looked up for many layouts at once.
+"""Seconds and bytes of any part of a model's layers as a stage, looked up for many layouts at once.
 
 Layouts of one model have the same stages over and over: some layers from here to there. The seconds
 and bytes of each such part are computed once, and a layout is a row of numbers into that table.
@@ -56,7 +56,7 @@ class Figure(IntEnum):
     BESIDES = 7
 
 
-_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of the figures above that are seconds
+_SECONDS = Figure.FUSED_BACKWARD_SAVING + 1  # number of the columns above that are seconds
 
 
 class StageFigures:
@@ -82,8 +82,8 @@ class StageFigures:
         self.separates_prediction = separates_prediction
         self._is_after_overlap = is_after_overlap
         size = len(work.model.layers) + 1
-        # Row in the table of figures for a stage, by whether it is the first stage, by its end, and
-        # by its layers.
+        # Row in the table of seconds and bytes for a stage, by whether it is the first stage, by
+        # its end, and by its layers.
         self._rows = np.full((2, len(End), size, size), -1, dtype=np.int64)
         self._row_of: dict[Stage, int] = {}
         self._stages: list[Stage] = []

@@ -1,8 +1,8 @@
 """A training whose layout and schedule are open, and the time of a step if both are given.
 
 A layout search must not know whether its costs are estimated, measured or given. `Work` has what it
-needs: the problem for any schedule and layout, and the figures of any stage. `evaluate` turns both
-into a simulated step.
+needs: the problem for any schedule and layout, and the seconds and bytes of any stage. `evaluate`
+turns both into a simulated step.
 """
 
 from __future__ import annotations

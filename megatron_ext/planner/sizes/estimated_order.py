@@ -1,4 +1,4 @@
-"""Order of all sizes, schedules and recompute of a job, by a closed form over figures of stages.
+"""Order of all sizes, schedules and recompute of a job, by a formula over costs of stages.
 
 A step takes the work of the fullest rank and the bubble of its schedule:
 
@@ -6,7 +6,7 @@ A step takes the work of the fullest rank and the bubble of its schedule:
 
 Seconds and bytes of a layer and of the ends are those that layouts are compared by. Layers are
 balanced here, and alike: of several types each counts as their mean. The best are simulated
-afterwards, and no figure of this form is printed.
+afterwards, and no number of this formula is printed.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Estimator:
     """Estimates the step of a job for any parallel sizes, in closed form.
 
     Sizes that differ only in pipeline and data parallelism have the same pieces: a layer, and what
-    the ends of a pipeline have in addition. These are figures of the planner's stages of one layer,
-    made once.
+    the ends of a pipeline have in addition. Their seconds and bytes come from the planner's stages
+    of one layer, and are computed once.
     """
 
     def __init__(self, job: SizedJob) -> None:

@@ -1,6 +1,6 @@
 """A page of timelines as one HTML file, which needs no network.
 
-Its data are JSON within it: columns, a figure for each box, or one figure where all are equal.
+Its data are JSON within it: columns, a number for each box, or one number where all are equal.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """Return a column of the page's data as a list, or as a single figure if all are equal."""
+    """Return a column of the page's data as a list, or as a single number if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 

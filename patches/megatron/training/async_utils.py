@@ -20,7 +20,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.async_utils:maybe_finalize_async_save",
             unless_pending,
-            reason="all ranks compare their saves, which must wait until a step is validated",
+            reason="all ranks compare their saves, which must wait for a step's post-validation",
             signature="(blocking=False, terminate=False)",
         ),
     )

@@ -1,7 +1,7 @@
-"""Figures of docs/recipes.md in README.md: its headline, and how many recipes are accepted.
+"""Numbers of docs/recipes.md in README.md: its headline, and how many recipes are accepted.
 
-A figure has one source. README repeats those of docs/recipes.md, so they are copied by this script,
-and a test compares the two.
+A number has one source. README repeats the numbers of docs/recipes.md, so they are copied by this
+script, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WIDTH = 120
 
 
 def headline(page: str) -> str:
-    """Return the sentence on public configurations, with the figures of ``page``.
+    """Return the sentence on public configurations, with the numbers of ``page``.
 
     ``page`` is the text of docs/recipes.md.
 
@@ -39,7 +39,7 @@ def headline(page: str) -> str:
 
 
 def _medians(page: str, row: str) -> tuple[int, float, float]:
-    """Return the figures in ``row`` of the table of gains.
+    """Return the numbers in ``row`` of the table of gains.
 
     They are the number of configurations, and the median gains with Megatron's schedules and with
     all schedules.

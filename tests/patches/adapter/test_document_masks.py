@@ -3,7 +3,7 @@ stage only.
 
 With --reset-attention-mask and layers that apply the mask, zb-v on two ranks differed from stock's
 1F1B without a message: inner stages of the V attended over the ends of documents. Stock's own
-virtual stages and longer pipelines do the same, which `doctor` says.
+virtual stages and longer pipelines mix documents too, which `doctor` says.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests of the commit points of post-validation: iterations after which a step is validated before
-the next one begins."""
+"""Tests of the commit points of post-validation: iterations after which a step is post-validated
+before the next step begins."""
 
 from __future__ import annotations
 

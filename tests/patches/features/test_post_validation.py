@@ -1,5 +1,5 @@
-"""Tests of steps that are taken before they are validated, through Megatron's own functions of its
-loop.
+"""Tests of optimizer steps that are taken before their post-validation, through the functions of
+Megatron's loop.
 
 No process group exists here, so any wait for other ranks would fail.
 """

@@ -319,7 +319,7 @@ def findings(*words: str) -> tuple[dict[str, str], float]:
 def test_doctor_refuses_what_use_would(recipes: str) -> None:
     """`doctor` of a recipe refuses what `bridge.use` would refuse. An order of microbatches depends
     on the recipe's dataset, which Megatron's arguments do not show: doctor refused a recipe of
-    packs, and accepted one whose microbatches cost the same."""
+    packs, and accepted a recipe whose microbatches cost the same."""
     found, _ = findings(f"{recipes}:small", *ARRANGED)
     with pytest.raises(ValueError) as refused:
         bridge.check(

@@ -157,8 +157,8 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
 
 
 def test_a_race_is_predicted() -> None:
-    """`doctor` predicts a race of schedules: the gain of each candidate over the baseline, and
-    whether the training has enough iterations for the race."""
+    """`doctor` predicts a race of schedules (--pipeline-race): the gain of each candidate over the
+    baseline, and whether the training has enough iterations for the race."""
     report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
     assert report.is_right, told(report, Severity.WRONG)
     right = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]

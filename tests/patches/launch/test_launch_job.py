@@ -501,8 +501,8 @@ def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
 
 def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
     """`plan --trace` reserves as much memory as the trace measured for the allocator. Only a
-    measured costs file of our schedules had this figure, but users begin with a trace of Megatron's
-    own schedule."""
+    measured costs file of our schedules used to have these bytes, but users begin with a trace of
+    Megatron's own schedule."""
     whole = program("1f1b", line_problem(2, 4, 10, 12, 8, 1))
     timeline = simulate(whole, whole.problem.costs)
     passes = tuple(event for row in timeline.compute for event in row)
@@ -559,7 +559,8 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
     """`plan` tries recompute for a launch that does not fit, unless the random states forbid it. It
-    tried only offload, although 1F1B and zb-h1 fit with half of the activations recomputed."""
+    used to try only offload, although the schedules 1f1b and zb-h1 fit with half of the activations
+    recomputed."""
     # 3.33 GiB without the allocator's reserve
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"
     plan = made(small)

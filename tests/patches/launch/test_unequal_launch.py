@@ -34,7 +34,7 @@ PACKED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulate a login node without a GPU, and compare only zb-v without a search."""
+    """Emulate a login node without a GPU, and compare only the schedule zb-v, without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only_families(monkeypatch, "zb-v")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))

@@ -2,7 +2,8 @@
 one order on all ranks.
 
 A whole backward pass gathers a layer's input during one matrix product, and reduces the gradient of
-its input during the other. In a split backward pass neither had a product to hide it.
+its input during the other product. In a split backward pass no product hid the gather or the
+reduction.
 """
 
 from __future__ import annotations

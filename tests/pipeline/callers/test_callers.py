@@ -378,8 +378,8 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 @pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
     """An error of one rank between its passes (of Megatron at the end of a step, or for lack of
-    host memory) ends the other ranks. Only errors within passes were reported to the others: if the
-    caller of the failed rank went on, they waited for ever."""
+    host memory) ends the other ranks. Only errors within passes used to be reported to the other
+    ranks: if the caller of the failed rank went on, the other ranks waited for ever."""
 
     def failing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):

@@ -109,8 +109,8 @@ def assert_as_stock(training: Training) -> None:
 
 
 def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path) -> None:
-    """verl under a V gets the numbers that it has under Megatron's schedule. Each batch has as many
-    microbatches in both, which may be an odd number."""
+    """verl under a V gets the numbers that it has under Megatron's schedule. Each batch has the
+    same number of microbatches under both schedules, which may be odd."""
     assert_as_stock(train(packages, tmp_path, "mbridge", "stock", "zb-v"))
 
 

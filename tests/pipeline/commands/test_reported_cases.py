@@ -134,9 +134,10 @@ def short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_documents")
 def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
-    """Case 5: zb-v is refused with --reset-attention-mask, and zb-h1 has stock's losses with it.
-    zb-v on two ranks trained other losses than stock, without a message: its inner stages got no
-    mask of documents. Both stages of a linear placement on two ranks get the mask."""
+    """Case 5: the schedule zb-v is refused with --reset-attention-mask, and the schedule zb-h1 has
+    stock's losses with this flag. zb-v on two ranks trained other losses than stock, without a
+    message: its inner stages got no mask of documents. Both stages of a linear placement on two
+    ranks get the mask."""
     stock = train(2, model_flags(**MASKED))
     assert losses(stock) != losses(train(2, model_flags(**MASKED | {"reset_attention_mask": None})))
     assert_same(train(2, model_flags(**MASKED, pipeline_schedule="zb-h1")), stock)
@@ -148,8 +149,8 @@ def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
 
 @pytest.mark.usefixtures("short_documents")
 def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: Path) -> None:
-    """Case 5: zb-v still accepts --reset-position-ids and --eod-mask-loss, with stock's losses,
-    because only the first and the last stage read these tensors."""
+    """Case 5: the schedule zb-v still accepts --reset-position-ids and --eod-mask-loss, with
+    stock's losses, because only the first and the last stage read these tensors."""
     saves = {"save": tmp_path, "save_interval": 3}
     stock = train(2, model_flags(**DOCUMENTS, **saves))
     for name in ("reset_position_ids", "eod_mask_loss"):
@@ -209,8 +210,8 @@ def test_case_15_a_layout_that_megatron_refuses() -> None:
 @pytest.mark.parametrize("more", ["", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v"])
 def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
     """Case 18: `doctor` and `plan` name a layout that works if layers cannot be split evenly over
-    the ranks. Megatron only says that they "should be divisible", and the layout was named for zb-v
-    only."""
+    the ranks. Megatron only says that they "should be divisible", and the layout was named for the
+    schedule zb-v only."""
     words = f"--num-layers 30 --global-batch-size 16 --pipeline-model-parallel-size 4 {more}"
     launch = Launch(str(SCRIPT), False, (*SMALL, *shlex.split(words)), 4, installs=True)
     (why,) = by_doctor(launch).whys
@@ -296,9 +297,9 @@ def test_cases_19_to_22_a_command_as_it_stands(
     flags: str, microbatches: int, fullest: float
 ) -> None:
     """Cases 19 to 22: `plan` describes the given command (its line ``now:``) as `doctor` does. plan
-    dropped the split vocabulary, the group of microbatches and the larger batch. It also held zb-h1
-    to the GPU's memory, under which the output layer's weight gradient waits for W; without a limit
-    it does not wait."""
+    dropped the split vocabulary, the group of microbatches and the larger batch. It also limited
+    the schedule zb-h1 to the GPU's memory, under which the output layer's weight gradient waits for
+    W; without a limit it does not wait."""
     launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
     now = plan_of(launch)
     assert now == by_doctor(launch)
@@ -310,9 +311,9 @@ def test_cases_19_to_22_a_command_as_it_stands(
 def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
     limit: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Case 22: the output layer of zb-h1 has a W only under a memory limit, and `plan` counts its
-    memory accordingly. plan gave the last rank 1.5 GiB more than doctor did; the training shows
-    that without a limit the output layer has no W."""
+    """Case 22: under the schedule zb-h1 the output layer has a W only under a memory limit, and
+    `plan` counts its memory accordingly. plan gave the last rank 1.5 GiB more than doctor did; the
+    training shows that without a limit the output layer has no W."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "pipeline_schedule": "zb-h1",

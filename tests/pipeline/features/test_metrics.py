@@ -124,7 +124,7 @@ def test_costs_that_are_measured_meanwhile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """If costs are measured during a run, another program runs from the fifth iteration on. No
-    figure of --pipeline-metrics mixes the two programs."""
+    value of --pipeline-metrics mixes the two programs."""
     flags: Flags = {
         "pipeline_costs": f"profile:{tmp_path / 'costs.json'}",
         "pipeline_schedule": "zb-auto",

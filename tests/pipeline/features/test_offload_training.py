@@ -1,7 +1,7 @@
 """Tests of trainings with activation offload, compared with the same trainings without it, to the
 last bit.
 
-Stages are on the same ranks in both, so both draw the same weights and the same dropout. (Other
+Stages are on the same ranks in both trainings, so both draw the same weights and dropout. (Other
 tests compare a schedule without offload with stock.)
 """
 
@@ -198,9 +198,10 @@ def test_training_is_the_same_to_the_last_bit(
 
 
 def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
-    """zb-auto trains with offload within a memory limit, with an evaluation of one microbatch. With
-    copies its first step ended in a traceback, because the family ignored the limit. A limit of
-    0.6x of the training came to 0.6 microbatches in that evaluation, which ended the training."""
+    """The schedule zb-auto trains with offload within a memory limit, with an evaluation of one
+    microbatch. With copies its first step ended in a traceback, because the family ignored the
+    limit. A limit of 0.6x of the training came to 0.6 microbatches in that evaluation, which ended
+    the training."""
     sizes: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "global_batch_size": 8,

@@ -137,10 +137,10 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> None:
-    """A rank reduces the gradients of its chunks in the same order under all programs. In a race
-    one replica ran the baseline while another ran a candidate, and steps of other sizes run other
-    programs too. Replicas whose chunks ended in different orders met in collectives of different
-    chunks: the job hung, or summed gradients of different chunks."""
+    """A rank reduces the gradients of its chunks in the same order under all programs. In a race of
+    schedules (--pipeline-race), one replica ran the baseline while another ran a candidate, and
+    steps of other sizes run other programs too. Replicas whose chunks ended in different orders met
+    in collectives of different chunks: the job hung, or summed gradients of different chunks."""
     schedule = greedy(loop_placement(1), 3, True)
     (row,) = schedule.rows
     ends = sorted((a for a in row if a.kind is Kind.BACKWARD_WEIGHT), reverse=reverse)

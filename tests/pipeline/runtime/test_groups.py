@@ -83,8 +83,8 @@ def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
 
 def test_a_rank_makes_no_group_that_it_is_no_member_of() -> None:
     """A rank creates only process groups that it is a member of. At 1,024 ranks, the 28 channels of
-    zb-v used to take 3,584 calls of new_group on each rank. Megatron's own groups take 5,713 calls,
-    for 18 groups that a rank is a member of."""
+    the schedule zb-v used to take 3,584 calls of new_group on each rank. Megatron's own groups take
+    5,713 calls, for 18 groups that a rank is a member of."""
     ranks, size, mine = 1024, 8, 500
 
     def run(_: int) -> dict[str, tuple[int, int]]:

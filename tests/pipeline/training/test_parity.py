@@ -71,7 +71,7 @@ def test_passes_that_run_again_drop_out_alike() -> None:
 
 
 def compare(ranks: int, **flags: object) -> list[Run]:
-    """Train zb-h1 and stock from the same initialization, and assert that both end alike."""
+    """Train under schedule zb-h1 and under stock's, and assert that both trainings end alike."""
     return Training(ranks, flags).start_as_stock(pipeline_schedule="zb-h1")
 
 
@@ -96,8 +96,8 @@ def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
-    """--overlap-grad-reduce works under zb-h1. The first step does not overlap, because Megatron
-    learns the order of its buckets in it; steps 1 to 3 do."""
+    """--overlap-grad-reduce works under the schedule zb-h1. The first step does not overlap,
+    because Megatron learns the order of its buckets in it; steps 1 to 3 do."""
     compare(4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4)
 
 

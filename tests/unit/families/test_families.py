@@ -238,10 +238,10 @@ LIMITED = [name for name, entry in entries().items() if not entry.traits.searche
 def test_the_limit_that_a_refusal_names_will_do(
     spec: str, size: tuple[int, int], limit: str
 ) -> None:
-    """A family that refuses a memory limit names a larger one, within which it succeeds. gis and
-    interleaved-zb named only the pass that was one too many. Bytes were printed as 8.5e+09, rounded
-    down, which is no valid limit. With chunks of unequal size, a rank that stores most of its
-    larger chunk did not fit within the named limit."""
+    """A family that refuses a memory limit names a larger one, within which it succeeds. The
+    schedules gis and interleaved-zb named only the first pass beyond the limit. Bytes were printed
+    as 8.5e+09, rounded down, which is no valid limit. With chunks of unequal size, a rank that
+    stores most of its larger chunk did not fit within the named limit."""
     p, m = size
     unlimited = problem_for(spec, p, m)
     stages = unlimited.placement.stages
@@ -288,9 +288,9 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
 
 @pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
-    """The step of zb-auto gets no longer with a larger memory limit, and is no longer than that of
-    another linear family. Only trying shows this, because the trials under a larger limit do not
-    include all those under a smaller one."""
+    """The step of the schedule zb-auto gets no longer with a larger memory limit, and is no longer
+    than the step of another family on a linear placement. Only trying shows this, because the
+    trials under a larger limit do not include all those under a smaller one."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]
     for _ in range(10):

@@ -166,9 +166,9 @@ def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_no_microbatch_that_does_not_exist(name: str) -> None:
-    """zb-v and dualpipe-v contain only existing microbatches. A published table needs at least 2p-1
-    or 2p of them, and is cut for fewer; other packages build a table with microbatches for which
-    the data iterator has no data."""
+    """The schedules zb-v and dualpipe-v contain only existing microbatches. A published table needs
+    at least 2p-1 or 2p of them, and is cut for fewer; other packages build a table with
+    microbatches for which the data iterator has no data."""
     for m in range(1, 8):
         schedule = choose(name).build(problem_for(name, 4, m, *EQUAL))
         assert {action.microbatch for row in schedule.rows for action in row} == set(range(m))

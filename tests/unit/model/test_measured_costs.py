@@ -77,7 +77,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
 
 
 def recorded(program: Program, truth: Costs) -> list[RankFigures]:
-    """Return the figures that the ranks of a machine with the costs ``truth`` measure."""
+    """Return the seconds and bytes that the ranks of a machine with the costs ``truth`` measure."""
     in_passes = costs_in(program, truth)
     assert in_passes.held_bytes is not None
     figures = []
@@ -263,8 +263,8 @@ def test_a_schedule_that_has_not_changed_says_so() -> None:
 
 def test_an_order_that_is_better_stays_where_it_may() -> None:
     """If a search with measured costs finds a worse order than the one that runs, that order stays,
-    with new places for its messages, unless the memory limit forbids it. Here zb-auto finds a worse
-    order."""
+    with new places for its messages, unless the memory limit forbids it. Here the schedule zb-auto
+    finds a worse order."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)

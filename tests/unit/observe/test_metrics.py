@@ -108,7 +108,7 @@ def test_a_rank_without_a_step_makes_no_figures() -> None:
 
 def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
     """Return program, prediction and reported sums of three ranks, of which ``rank`` takes
-    ``factor`` times its costs. Rank 0 has twice the work of the others."""
+    ``factor`` times its costs. Rank 0 has twice the work of each other rank."""
     resolved = choose("zb-h1")
     placement = resolved.place(3)
     costs = uniform(placement, 10, 12, 8)

@@ -1,8 +1,8 @@
 """Tests of predictions from a trace of Megatron's own step, for a model with a heavy output layer.
 
-A rank's work, with the output layer, was split evenly over its stages: zb-v was predicted to take
-0.80 of Megatron's step, and took 0.99. The times are simulated here, so that the right answers are
-known.
+A rank's work, with the output layer, was split evenly over its stages: the step of the schedule
+zb-v was predicted to take 0.80 of the time of Megatron's, and took 0.99. The times are simulated
+here, so that the right answers are known.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
 
 def test_ulps_around_zero_are_left_out(tmp_path: Path) -> None:
     """Differences of numbers around zero are not printed in ulps. A bias of 1e-9 in one run and of
-    -1e-9 in the other was printed as "1736292493 ulps"."""
+    -1e-9 in the other run was printed as "1736292493 ulps"."""
     a, b = (
         A.but(changed={1: tensor("layers.weight", [5, 6, 7, last], (1,))}, changed_from=1)
         for last in (1e-9, -1e-9)

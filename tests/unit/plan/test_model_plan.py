@@ -194,8 +194,8 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
-    """A plan builds a schedule for the memory that the model leaves free. Without that figure
-    v-auto would store p microbatches at most."""
+    """A plan builds a schedule for the memory that the model leaves free. Without that limit the
+    schedule v-auto would store p microbatches at most."""
     variant = training().variant("v-auto", VocabMethod.NAIVE)
     assert variant is not None
     with_room, without = (consider(variant, VocabMethod.NAIVE, room) for room in (40 * 2**30, None))

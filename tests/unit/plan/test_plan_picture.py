@@ -184,9 +184,9 @@ def test_the_legend_names_the_curves(tmp_path: Path, figures: list[Any]) -> None
 
 
 def test_what_lies_far_away_does_not_squash_the_rest(tmp_path: Path, figures: list[Any]) -> None:
-    """A schedule with far more memory than the others does not compress the rest of a plan's
-    picture; its label has its figure. GPipe stored four times as much, and the others filled a
-    quarter of the picture."""
+    """A schedule with far more memory than the other schedules does not compress their part of a
+    plan's picture: its label has its bytes instead. GPipe stored four times as much, and the other
+    schedules filled a quarter of the picture."""
     *others, last = plan().candidates
     far = replace(last, report=replace(last.report, peak_activation_microbatches=(40.0,)))
     draw_plan(Plan((*others, far), {}), NO_CURVES, tmp_path / "plan.png")

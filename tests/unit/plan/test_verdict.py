@@ -48,7 +48,7 @@ def way(
     method: VocabMethod = VocabMethod.NAIVE,
     maturity: Maturity = Maturity.STABLE,
 ) -> Alternative:
-    """Return a way to train that has only the figures of the verdict."""
+    """Return a way to train that has only the time and memory that the verdict compares."""
     made = SimpleNamespace(
         schedule=schedule,
         vpp=2,
@@ -102,8 +102,8 @@ def plan_of(
 def test_a_tie_takes_the_least_memory() -> None:
     """Among ways to train with the same step time, the verdict takes the one with the least memory.
 
-    For Llama-3 8B on 32 H100, the plan used to recommend 67 GiB for a gain of 0.6 % over zb-v,
-    which takes 29 GiB.
+    For Llama-3 8B on 32 H100, the plan used to recommend 67 GiB for a gain of 0.6 % over the
+    schedule zb-v, which takes 29 GiB.
     """
     own = way("1f1b", 2.2, 26)
     pool = [way("zb-auto", 1.790, 67), way("zb-2p", 1.796, 48), way("zb-v", 1.801, 29)]
@@ -467,7 +467,7 @@ def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.Mo
 
 def test_refusals_are_one_line_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """Refusals are printed as one line for each reason. There used to be a line for each schedule,
-    with its figures."""
+    with its numbers."""
     limit = "the memory limit of 0.1 microbatches; the least feasible limit for it is"
     refusals = {
         (

@@ -147,7 +147,8 @@ def test_activations_and_gradients_to_one_rank_may_not_cross() -> None:
 
 def test_ranks_tell_by_their_digests_that_one_batches_and_one_does_not() -> None:
     """If one rank batches its messages and another does not, their digests differ. With two ranks
-    and one microbatch both have the same rows, so the rows cannot tell."""
+    and one microbatch, batched and single messages give the same rows of actions, so the rows
+    cannot show the difference."""
     problem = line_problem(2, 1, forward_only=True)
     plain, other = program("gpipe", problem), program("gpipe", batched(problem))
     assert plain.schedule.rows == other.schedule.rows and plain.digest != other.digest

@@ -335,8 +335,8 @@ def test_messages_count_where_the_limit_is_in_bytes() -> None:
 
 
 def test_passes_leave_room_for_messages() -> None:
-    """Passes leave memory for messages. With 500 bytes zb-auto holds five microbatches, and fewer
-    if messages take some of these bytes."""
+    """Passes leave memory for messages. With 500 bytes the schedule zb-auto holds five
+    microbatches, and fewer if messages take some of these bytes."""
     resolved = choose("zb-auto")
     placement = resolved.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}

@@ -122,8 +122,9 @@ def test_overlapped_passes_run_as_one_under_megatron_too() -> None:
 
 def test_stages_that_gain_nothing_by_overlapping_do_not_block_megatrons_step() -> None:
     """Stages without experts gain nothing by overlapping, so their ranks overlapped other passes
-    than the rest. In Megatron's order of messages the ranks then waited for each other: the step
-    was simulated as 0 s, and ``plan`` of two public recipes ended with "a deadlock"."""
+    than the ranks with experts. In Megatron's order of messages the ranks then waited for each
+    other: the step was simulated as 0 s, and ``plan`` of two public recipes ended with "a
+    deadlock"."""
     of = problem("interleaved:vpp=2", 3, 3, "f=20/2/10/2/10/10,i=20/2/10/2/10/10,w=8,comm=1")
     gains = [stage not in (1, 3) for stage in range(6)]
     savings = tuple(tuple(float(one and other) for other in gains) for one in gains)

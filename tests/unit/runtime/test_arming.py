@@ -1,4 +1,4 @@
-"""Tests of when the optimizer steps before its step is validated."""
+"""Tests of when the optimizer steps before post-validation of its gradients has ended."""
 
 from __future__ import annotations
 

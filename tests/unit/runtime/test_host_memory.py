@@ -153,9 +153,9 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
 def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused program takes no host memory.
 
-    It used to stay counted: the next program that was too large was accepted, and in a race one
-    that fitted was refused. A program that this rank accepted but that ran on no rank stayed
-    counted too.
+    It used to stay counted: the next program that was too large was accepted, and in a race of
+    schedules (--pipeline-race) a program that fitted was refused. A program that this rank accepted
+    but that ran on no rank stayed counted too.
     """
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * 2**30)
     if has_store:

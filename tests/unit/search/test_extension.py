@@ -67,8 +67,8 @@ def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | 
 
 
 def test_what_is_periodic_goes_on_for_ever() -> None:
-    """A periodic schedule can be extended to any length. zb-v with 16 microbatches takes 511, and
-    each further one adds a rank's work of 30."""
+    """A periodic schedule can be extended to any length. The schedule zb-v with 16 microbatches has
+    a makespan of 511, and each further microbatch adds the 30 that it keeps a rank busy."""
     problem = problem_of("zb-v", 4, 16)
     known = choose("zb-v").build(problem)
     others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40)}

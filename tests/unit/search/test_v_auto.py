@@ -107,8 +107,8 @@ def test_what_a_search_ends_with_is_proved_once(
     [("5", 1110), *at_night(("4", 1300), ("6", 1090), ("8", 1035))],
 )
 def test_targets_are_reached(limit: str, target: float) -> None:
-    """v-auto is shorter than the published blocks, which ignore costs: 1475 (V-Min) at limit 4, and
-    1119 (V-Half) at 5."""
+    """The schedule v-auto has a shorter makespan than the published blocks, which ignore costs:
+    1475 (V-Min) at limit 4, and 1119 (V-Half) at 5."""
     program = best(v_problem(8, 32, limit=limit))
     assert makespan(program) <= target
     assert held(program.schedule) <= float(limit)

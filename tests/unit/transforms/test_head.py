@@ -73,8 +73,8 @@ def test_it_comes_with_the_input_gradient_where_all_ranks_hold_the_same() -> Non
 
 
 def test_a_limit_in_bytes_decides() -> None:
-    """A limit in bytes decides whether the output layer's weight gradient waits. Under 2bp the
-    logits of all microbatches would stay until the end of the step."""
+    """A limit in bytes decides whether the output layer's weight gradient waits. Under the schedule
+    2bp the logits of all microbatches would stay until the end of the step."""
     costs, all_at_the_end = costs_of(EVEN), choose("2bp")
     with_room = place_output_layer(all_at_the_end, problem(costs, 2**40))
     assert output_layer_waits(with_room)

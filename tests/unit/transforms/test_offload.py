@@ -375,8 +375,8 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
 
 def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None:
     """With offload, a family that knows no limit is built without one, as the limit is for
-    activations that stay on the rank. gis alone needs 8 microbatches, and this must not be
-    refused."""
+    activations that stay on the rank. The schedule gis without offload needs 8 microbatches, and
+    this must not be refused."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 8, 0.8, FULL, limit="2"))
     assert chunks_held(program) <= 4
 
@@ -456,8 +456,9 @@ def test_a_divided_vocabulary() -> None:
 
 
 def test_logits_that_do_not_leave_are_not_copied() -> None:
-    """With a split vocabulary the last stage holds no more than the others, so its copies take no
-    longer. If the output layer's W runs with I, W reads less on the last stage."""
+    """With a split vocabulary the last stage holds no more memory than other stages, so its copies
+    take no longer than theirs. If the output layer's W runs with I, W reads less on the last
+    stage."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
     layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)

@@ -107,7 +107,7 @@ def proved(schedule: Schedule, problem: Problem = PROBLEM) -> Program:
 
 def test_a_pair_by_hand() -> None:
     """Overlapped passes take the time computed by hand: F and I of a later microbatch take one unit
-    together, as each does alone. Rank 0 gets the gradient when both have ended."""
+    together, as each does alone. Rank 0 gets the gradient when both passes have ended."""
     assert drawn(simulate(proved(by_hand(GOOD)), PROBLEM.costs)) == table("""
         0  . 1F0 2F0 1F1 2F1    .    2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1 .
         1  0F0 0F1 . 3F0 . 3F1+3I0 3I1 . 0I0 . 0I1 3W0 3W1 0W0 0W1
@@ -207,8 +207,8 @@ def test_pairs_that_nobody_asked_for_are_refused() -> None:
     ],
 )
 def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
-    """Overlapped passes begin when both have their inputs, and their outputs are sent when both
-    have ended.
+    """Overlapped passes begin when both passes have their inputs, and their outputs are sent when
+    both passes have ended.
 
     On a loop of two ranks, both neighbours of a rank are the same rank; messages used to cross
     there.
@@ -264,8 +264,8 @@ def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
 
 
 def test_dualpipe_v_drawn() -> None:
-    """dualpipe-v is as DualPipe draws it: F of a chunk takes 2, B takes 4, and both overlapped take
-    5 instead of 6."""
+    """The schedule dualpipe-v is as DualPipe's paper draws it: F of a chunk takes 2, B takes 4, and
+    both overlapped take 5 instead of 6."""
     program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,overlap_saving=2")
     assert drawn(simulate(program, program.problem.costs)) == table("""
         0  .  .  1F0 = 2F0 = 1F1 = 2F1 = 1F2+2B0 = = = = 2F2+1B0 = = = = 1F3+2B1 = = = = \
@@ -336,7 +336,7 @@ def test_v_auto_takes_what_gains_most_by_pairs() -> None:
 
 
 def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overlapped passes are tried if passes alone do not fit. A plan used to say that
+    """Overlapped passes are tried if passes alone do not fit. A plan used to say that the schedule
     interleaved-zb needs too much memory for a recipe, although it fits with overlapped passes."""
 
     def refuse(*args: Any) -> None:

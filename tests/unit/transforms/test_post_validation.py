@@ -359,17 +359,17 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
 @pytest.mark.search
 @pytest.mark.parametrize("costs", [EQUAL, USUAL, "f=10,i=9,w=12,comm=3"])
 def test_zb_auto_looks_for_the_least_step(costs: str) -> None:
-    """zb-auto searches for the shortest step under post-validation: no longer than other schedules
-    on a linear placement, within the same memory."""
+    """The schedule zb-auto searches for the shortest step under post-validation: no longer than
+    other schedules on a linear placement, within the same memory."""
     least = step_of("zb-auto", costs)
     for other in ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b"):
         assert least <= step_of(other, costs) * (1 + 1e-9), other
 
 
 def test_zb_auto_may_find_it_by_the_makespan() -> None:
-    """With slow messages, zb-auto finds a shorter step than zb-2p. zb-2p is searched by the span of
-    one step, which does not lead to the shortest step then; zb-auto is also searched by the
-    makespan."""
+    """With slow messages, the schedule zb-auto finds a shorter step than the schedule zb-2p. zb-2p
+    is searched by the span of one step, which does not lead to the shortest step then; zb-auto is
+    also searched by the makespan."""
     costs = "f=10,i=1,w=12,comm=8"
     assert step_of("zb-auto", costs, m=9) < step_of("zb-2p", costs, m=9) - 1
 
@@ -390,8 +390,9 @@ def step_of(name: str, costs: str, m: int = 8) -> float:
 
 
 def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """v-auto searches for the shortest span under post-validation, and finds a schedule that the
-    makespan of zb-v does not lead to. The cache keeps the two searches apart."""
+    """The schedule v-auto searches for the shortest span under post-validation, and finds another
+    order than the search for the shortest makespan: its step is shorter than that of the schedule
+    zb-v. The cache keeps the two searches apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     for name, value in (("_PERIODS", (90, 100)), ("_PROMISING", 4), ("_ROUNDS", 4)):

@@ -284,8 +284,9 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
 def test_a_schedule_takes_less_memory_than_its_order_needs(
     spec: str, limit: float, makespan_: float
 ) -> None:
-    """With recompute, a schedule fits into less memory than its order needs. At p = 8 and m = 32,
-    1F1B needs 8 microbatches and takes 1238, zb-v 8 and 1035, interleaved 11.5 and 1139."""
+    """With recompute, a schedule fits into less memory than its order needs. On 8 ranks and 32
+    microbatches, 1f1b needs 8 microbatches and has a makespan of 1238, zb-v needs 8 with 1035,
+    and interleaved needs 11.5 with 1139."""
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(

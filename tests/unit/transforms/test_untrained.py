@@ -89,9 +89,9 @@ def test_it_takes_less_time_and_memory(spec: str) -> None:
 def test_messages_do_not_pile_up(spec: str, first_trained_stage: int) -> None:
     """Messages of untrained stages do not pile up.
 
-    Untrained stages have less work than the others and wait for no gradient. If they waited for
-    their sends only at the end of the row, they would have finished when the others have just
-    begun.
+    Untrained stages have less work than trained stages and wait for no gradient. If they waited for
+    their sends only at the end of the row, they would have finished when the trained stages have
+    just begun.
     """
     costs = problem(spec, 0).costs.with_links(message_bytes=1.0)
     asked = replace(problem(spec, first_trained_stage), costs=costs, microbatches=24)

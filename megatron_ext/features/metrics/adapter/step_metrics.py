@@ -3,7 +3,7 @@ which has Megatron's log and its TensorBoard and W&B writers. The other pipeline
 long their ranks' passes take, so that a slow GPU can be distinguished from a slow stage.
 
 Nothing waits for metrics. Passes are recorded as for a trace, and finished records are read before
-the next step. If an iteration's figures are logged, the ranks start to exchange a few numbers
+the next step. If an iteration's metrics are logged, the ranks start to exchange a few numbers
 before the next step, and the last rank reads them after it.
 """
 
@@ -60,7 +60,7 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log = _Log(overlap, self._pipelines)
         self._calls = 0
         self._iteration = 0  # iteration of the latest step
-        self._first = 0  # first iteration whose figures the ranks have not exchanged yet
+        self._first = 0  # first iteration whose metrics the ranks have not exchanged yet
         self._pipeline: dist.ProcessGroup | None = None
         self._due: deque[_Due] = deque()
 

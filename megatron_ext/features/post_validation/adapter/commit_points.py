@@ -1,4 +1,4 @@
-"""Iterations after which Megatron's training loop reads or saves state that must be validated.
+"""Iterations after which Megatron reads or saves state, so that post-validation must have ended.
 
 They are taken from `train`, `training_log`, `post_training_step_callbacks` and
 `checkpoint_and_decide_exit`. Actions of a single rank at an interval (garbage collection, the
@@ -28,7 +28,7 @@ INTERVALS = (
 def why_no_steps_overlap(args: Any) -> str | None:
     """Return why no two steps of a launch will overlap; None if some may.
 
-    The reason is that every step is logged, and so validated, before the next one begins.
+    The reason is that every step is logged, and so post-validated, before the next step begins.
     """
     if args.log_interval != 1:
         return None

@@ -1,4 +1,4 @@
-"""Optimizer steps taken before their validation, from the step to the verdict.
+"""Optimizer steps taken before their post-validation, until its verdict (gradient norm, infs).
 
 While it is *armed*, the optimizer steps on the state of the earlier ranks in the chain, and the
 training loop goes on as after a success. The schedule's next step brings the whole state; its
@@ -35,7 +35,7 @@ StepResult = tuple[bool, float | None, int | None]
 
 @dataclass(frozen=True)
 class Result:
-    """Result of an optimizer step that is validated.
+    """Result of an optimizer step after its post-validation.
 
     ``grad_norm`` is None if the step was skipped for an inf. ``is_redone``: the speculative step
     was rolled back, and with it loss scale and learning rate.
@@ -58,7 +58,7 @@ class Result:
 
 @dataclass
 class _Pending:
-    """Optimizer step that has been taken and not been validated yet, with its deferred actions."""
+    """Optimizer step that has been taken and not post-validated yet, with its deferred actions."""
 
     iteration: int
     optimizer: Any  # Megatron's optimizer of the model
@@ -82,7 +82,7 @@ class PostValidation:
     def _start(self) -> None:
         self._optimizer: SpeculativeOptimizer | None = None
         self._history = History()
-        self._latest_norm: float | None = None  # gradient norm of the latest validated step
+        self._latest_norm: float | None = None  # gradient norm of the latest post-validated step
         self._pending: _Pending | None = None
         self._is_delivering = False
         self._has_told = False
@@ -112,7 +112,8 @@ class PostValidation:
 
     @property
     def messages(self) -> ValidationMessages:
-        """Validation messages between the ranks of this pipeline, once they are connected."""
+        """Messages of post-validation between the ranks of this pipeline, once they are
+        connected."""
         assert self._connection is not None
         return self._connection.messages
 
@@ -136,7 +137,7 @@ class PostValidation:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next optimizer step is taken before its validation.
+        """Whether the next optimizer step is taken before its post-validation.
 
         It is if few of the latest steps were clipped or skipped.
         """
@@ -217,12 +218,13 @@ class PostValidation:
         self.log(lambda result: action())
 
     def log(self, deliver: Callable[[Result], None]) -> None:
-        """Defer ``deliver`` until the pending step is validated, and call it with the result."""
+        """Defer ``deliver`` until the pending step is post-validated, and call it with the
+        result."""
         assert self._pending is not None
         self._pending.deferred.append(deliver)
 
     def commit_or_rollback(self) -> None:
-        """Wait until the pending optimizer step is validated, if there is one.
+        """Wait until the pending optimizer step is post-validated, if there is one.
 
         Collective over the pipelines in that case.
 
@@ -278,7 +280,8 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """Record a validated step, which may switch overlapping on or off for the next one."""
+        """Record a post-validated step, which may switch overlapping on or off for the next
+        step."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

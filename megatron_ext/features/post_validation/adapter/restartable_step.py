@@ -1,5 +1,4 @@
-"""Training step that begins before the previous step is validated, and restarts if the validation
-fails.
+"""Training step that begins before the previous step's post-validation, and restarts if that fails.
 
 The effects of its first forward passes are undone: random states are restored, and the data read so
 far is read again from memory.
@@ -81,8 +80,8 @@ class SpeculativeStep(Validation):
     ) -> torch.Tensor | None:
         """Return the ``tokens`` by which to scale gradients after the passes.
 
-        None while optimizer steps are taken before their validation: these scale by the count of
-        the ranks up to this one.
+        None while optimizer steps are taken before their post-validation: these scale by the count
+        of the ranks up to this one.
         """
         if not self._validation.is_armed:
             return tokens

@@ -1,5 +1,5 @@
-"""Decision whether steps are taken before they are validated: after a few quiet ones, and not while
-many would have to be rolled back."""
+"""Decision whether optimizer steps are taken before their post-validation: after a few quiet ones,
+and not while many would have to be rolled back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FEWEST = 2  # least number of steps before steps may overlap
 class History:
     """Record of whether each of the latest `WINDOW` steps was neither clipped nor skipped (quiet).
 
-    The oldest comes first. All ranks have the same history, as it contains validated steps only, so
-    all decide alike.
+    The oldest comes first. All ranks have the same history, as it contains post-validated steps
+    only, so all decide alike.
     """
 
     quiet: tuple[bool, ...] = ()
@@ -30,7 +30,7 @@ class History:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step is taken before its validation.
+        """Whether the next step is taken before its post-validation.
 
         It is if fewer than half of the latest steps were clipped or skipped.
         """

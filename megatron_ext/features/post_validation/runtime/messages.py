@@ -35,7 +35,7 @@ _Message = tuple[dist.Work, Tensor]  # work of a message in flight, and its tens
 
 
 class ValidationMessages:
-    """Messages of one rank by which a pipeline validates optimizer steps, for all steps.
+    """Messages of one rank by which a pipeline post-validates optimizer steps, for all steps.
 
     The ranks form a chain, in the order of their first stages.
     """

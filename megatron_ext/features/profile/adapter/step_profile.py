@@ -91,7 +91,7 @@ class _Measured:
 
     Attributes:
         program: the program of these steps.
-        figures: measured figures of this rank.
+        figures: measured seconds and bytes of this rank.
         what: readable description of what was measured.
         message_bytes: bytes of a message between stages.
     """

@@ -212,7 +212,7 @@ def _other_order(program: Program, measured: Timeline) -> str | None:
 
 
 def _log(step: TracedStep) -> None:
-    """Write a traced step's figures to TensorBoard and W&B, at Megatron's own interval."""
+    """Write a traced step's metrics to TensorBoard and W&B, at Megatron's own interval."""
     if step.iteration % log_interval():
         return
     predicted, measured = step.predicted, step.measured

@@ -1,7 +1,7 @@
 """Seconds and bytes that a training has printed into its log.
 
 Megatron prints the time of its iterations and the memory of ranks. A plan of the same training
-compares its estimate with these figures.
+compares its estimate with these seconds and bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Patterns of the parts of a log line that contain figures.
+# Patterns of the parts of a log line that contain seconds or bytes.
 FIGURE_LINES = (b"elapsed time per iteration", b"max allocated")
-_MOST = 10_000  # largest number of iterations whose figures are read
+_MOST = 10_000  # largest number of iterations whose times are read
 _ITERATION = re.compile(
     r"\biteration +(\d+)/ *\d+ \|.*?elapsed time per iteration \((ms|s)\): ([\d.]{1,20})"
 )

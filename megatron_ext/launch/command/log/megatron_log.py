@@ -48,7 +48,7 @@ _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
 _GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+){0,2})")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 _TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
-_MEASURED_IN = 16  # number of pieces of a log in which iteration figures are looked for
+_MEASURED_IN = 16  # number of pieces of a log in which the times of iterations are looked for
 _EVALUATION = "eval_interval"  # argument without which Megatron's parser does not accept a training
 _USUAL_INTERVAL = "1000"  # Megatron's default interval before 0.19
 _CALLED_DIFFERENT = 3  # largest number of differing names that a remark lists

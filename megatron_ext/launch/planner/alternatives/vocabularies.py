@@ -23,8 +23,8 @@ def on_assumed_vocabulary(parsed: ParsedLaunch, found: Verdict, judged: JudgedWi
 
     Args:
         found: the verdict with the assumed size.
-        judged: returns an alternative with the figures of the launch that is changed to it. Raises
-            ValueError if that could not start.
+        judged: returns an alternative with time and memory of the launch that is changed to it.
+            Raises ValueError if that could not start.
     """
     text = f"a vocabulary of {ASSUMED_TOKENS:,} tokens, since its tokenizer is not here"
     if found.baseline is not None and found.taken is not None and not found.keeps:

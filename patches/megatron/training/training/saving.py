@@ -1,4 +1,4 @@
-"""Checkpoints of validated steps only.
+"""Checkpoints of steps that post-validation has committed or redone.
 
 Iterations that save have committed or rolled back their step before they log. To be sure, every
 save does so first, and if that fails nothing is written.
@@ -22,12 +22,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:save_checkpoint",
             commit_or_rollback_first,
-            reason="a checkpoint is saved only after its step is validated",
+            reason="a checkpoint is saved only after its step is post-validated",
         ),
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
             commit_or_rollback_first,
-            reason="parameters are synchronised and saved only after their step is validated",
+            reason="parameters are synchronised and saved only after post-validation",
         ),
     )
 

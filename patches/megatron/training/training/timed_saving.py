@@ -1,4 +1,4 @@
-"""Saves between the iterations of a race, whose time does not count.
+"""Checkpoint saves between the iterations of a race of schedules, whose time does not count.
 
 Megatron's loop saves between two steps. An evaluation there is a step of ours, which a race sees; a
 save is not.
@@ -30,7 +30,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def tell_of_the_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tell the schedule that a save follows, so that a race does not time it; then save."""
+    """Tell the schedule that a save follows, so that a race of schedules does not time it; then
+    save."""
     step = pipeline_parallel.get_forward_backward_func()
     if isinstance(step, PipelineStep):
         step.interrupt()

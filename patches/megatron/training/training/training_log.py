@@ -1,4 +1,4 @@
-"""Log of an iteration, delivered when its step is validated.
+"""Log of an iteration, delivered after the post-validation of its optimizer step.
 
 `training_log`, in megatron/training/training.py, counts skipped iterations, sums losses, and prints
 at intervals. It comes first after a step, so commit points are handled here: iterations that
@@ -34,7 +34,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that logs an iteration after its optimizer step is validated."""
+    """Return the patch that logs an iteration after the post-validation of its optimizer step."""
     return (
         wrap(
             f"{_TRAINING}:training_log",
@@ -86,7 +86,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 class DeferredLog:
-    """Call of Megatron's training_log, deferred until its optimizer step is validated.
+    """Call of Megatron's training_log, deferred until its optimizer step is post-validated.
 
     ``report_memory_flag`` is the call's result, or before the call its argument.
     """
@@ -115,11 +115,11 @@ class DeferredLog:
 
 
 def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Log an iteration by ``original``, once its optimizer step is validated.
+    """Log an iteration by ``original``, once its optimizer step is post-validated.
 
-    A pending step is validated now if the iteration evaluates, saves or exits, or if the number of
-    microbatches changes next; otherwise the log is deferred. Without a pending step it is written
-    now.
+    A pending step is post-validated now if the iteration evaluates, saves or exits, or if the
+    number of microbatches changes next; otherwise the log is deferred. Without a pending step it is
+    written now.
     """
     optimizer = post_validation.pending_optimizer
     if optimizer is None:

@@ -28,13 +28,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_UTILS}:logical_and_across_model_parallel_group",
             and_at_once,
-            reason="whether all ranks took a step is known only after its validation",
+            reason="whether all ranks took a step is known only after post-validation",
             digests={"0.18": "dceb18ef7f3a", "0.19, 0.20": "62e46fac837c"},
         ),
         wrap(
             f"{_UTILS}:reduce_max_stat_across_model_parallel_group",
             max_at_once,
-            reason="the logged gradient norm of a step is known only after its validation",
+            reason="the logged gradient norm of a step is known only after post-validation",
             digests={"0.18": "1f9a5b203eae", "0.19, 0.20": "0c5804809646"},
         ),
     )
