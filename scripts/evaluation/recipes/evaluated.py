@@ -26,6 +26,11 @@ from scripts.evaluation.recipes.accepting import (
 )
 from scripts.evaluation.recipes.configured import configuration_of
 from scripts.evaluation.recipes.counting import Row, as_json, count, rows
+from scripts.evaluation.recipes.few_microbatches import (
+    fallen_median,
+    few_microbatches,
+    few_microbatches_section,
+)
 from scripts.evaluation.recipes.gains import Configuration, Found, all_gains
 from scripts.evaluation.recipes.gains_page import gains_section, gains_table
 from scripts.evaluation.recipes.page import on_recipe_stages, refusals, summary, totals
@@ -68,15 +73,21 @@ def evaluate_recipes(
         task = progress.add_task("recipes", total=len(recipes))
         report = partial(progress.advance, task)
         made = rows(recipes, judge, judge_on_v, report, others=others(), models=models)
+        understood = [row.recipe for row in made if row.recipe]
         if file is None and plans:
-            understood = [row.recipe for row in made if row.recipe]
             planned = partial(_plans, progress, progress.add_task("plans", total=None))
             prospects = prospects_of(understood, configuration_of, planned)
+    fallen = None
     if file is None:
         _write(made, prospects, console)
+        few = few_microbatches(understood, GAINS)
+        _write_part("few microbatches", few_microbatches_section(few))
+        fallen = fallen_median(few)
     of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
     data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
-    return summary(made), data, int(count(made, on_recipe_stages).unknown > 0)
+    lines = [*summary(made), *([] if fallen is None else [f"below its bar: {fallen}"])]
+    unknown = count(made, on_recipe_stages).unknown
+    return lines, data, int(unknown > 0 or fallen is not None)
 
 
 def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], int]:
@@ -107,7 +118,7 @@ def evaluate_slices(console: Console) -> tuple[list[str], list[dict[str, Any]], 
         gains = slice_gains(recipes, configurations, why_not, read_whole_gains(GAINS))
     section = slices_section(gains)
     SLICES.write_text(slices_table(gains))
-    RECIPES_PAGE.write_text(with_part(RECIPES_PAGE.read_text(), "slices", section))
+    _write_part("slices", section)
     broken = broken_bar(gains)
     lines = [section, *([] if broken is None else [f"below its bar: {broken}"])]
     return lines, [asdict(gain) for gain in gains], int(broken is not None)
@@ -123,11 +134,14 @@ def _write(made: Sequence[Row], prospects: Sequence[Prospect], console: Console)
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(tower_rows())
             TOWERS.write_text(text.getvalue())
-    page = RECIPES_PAGE.read_text()
     for name, part in parts.items():
-        page = with_part(page, name, part)
-    RECIPES_PAGE.write_text(page)
+        _write_part(name, part)
     write_headline()
+
+
+def _write_part(name: str, text: str) -> None:
+    """Write the part of docs/recipes.md between the marks of ``name``."""
+    RECIPES_PAGE.write_text(with_part(RECIPES_PAGE.read_text(), name, text))
 
 
 def _plans(
