@@ -136,6 +136,15 @@ KNOWN = (
         "its way of calling is `examples/verl_loop.py`",
     ),
     KnownVersion(
+        "SkyRL",
+        "0.4.0, with Megatron-Bridge and Megatron of the main branches",
+        (),
+        Tried.READ,
+        "its worker gives Megatron's function the chunks, an iterator for each and no groups; not "
+        "run: line 8 of its model wrapper imports two functions of `megatron.bridge.peft.utils` "
+        "that Megatron-Bridge 0.6.2 lacks",
+    ),
+    KnownVersion(
         "ms-swift",
         "4.6.0, with mcore-bridge 1.6.5 and Megatron 0.19.2",
         ("0.19",),
