@@ -105,8 +105,7 @@ SCHEDULE_REFUSALS = (
             ),
             (
                 "full_iteration",
-                "a graph of the whole step has no place for the host, which posts messages when "
-                "they are due",
+                "graphs of whole iterations have run on no GPU, only in an emulation on the CPU",
             ),
         )
     ),

@@ -75,9 +75,11 @@ class Recorder:
         self._connections: list[weakref.ref[Closable]] = []
 
     @classmethod
-    def before_exchange(cls, pipeline: dist.ProcessGroup) -> Recorder:
+    def before_exchange(
+        cls, pipeline: dist.ProcessGroup, device: DeviceProgress | None = None
+    ) -> Recorder:
         """Return a recorder of this rank, before ranks exchange their identities."""
-        return cls(pipeline.rank(), first_identity(pipeline))
+        return cls(pipeline.rank(), first_identity(pipeline), device)
 
     def begin(self, iteration: int) -> None:
         """Note that the following actions belong to ``iteration``."""

@@ -17,6 +17,7 @@ REHEARSED = {
     **dict(
         at_night(
             ("gpt", ("gpt reference local", "gpt schedule local zb-v async", "two ranks trial")),
+            ("graphs", ("whole iterations eager zb-v", "whole iterations graph zb-v")),
             ("streams", ("streams experts zb-h1 none", "streams experts zb-h1 full")),
         )
     ),

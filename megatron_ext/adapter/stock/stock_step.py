@@ -34,7 +34,7 @@ from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.observe.fitted_parts import ModelParts
-from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.device_progress import unhindered
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 
@@ -142,8 +142,7 @@ class StockTraining:
             return None
         if self._recorder is None:
             # An observed step does not limit how far the host runs ahead of its device.
-            unhindered = DeviceProgress(lambda: None)
-            self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
+            self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered())
         return StocksStep(pipeline, program, self._recorder, self._parts)
 
     def _program(

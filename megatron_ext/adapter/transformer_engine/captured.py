@@ -22,6 +22,11 @@ def captures(settings: Any) -> bool:
     return getattr(settings, "cuda_graph_impl", None) == IMPLEMENTATION
 
 
+def is_one_graph(settings: Any) -> bool:
+    """Return whether ``settings`` request one graph of all passes of a step."""
+    return getattr(settings, "cuda_graph_impl", None) == "full_iteration"
+
+
 def captured_parts(settings: Any) -> frozenset[str]:
     """Return the parts of layers that are captured in CUDA graphs, by Megatron's names.
 

@@ -70,6 +70,14 @@ def parts(kind: str) -> dict[str, Part]:
             *trainings("fp8", *SCHEDULES[:2]),
         ),
         "streams": part(480, trial, *streams),
+        "graphs": part(
+            200,
+            *(
+                case(110, "whole_iterations", way, spec)
+                for spec in ("zb-h1", "zb-v")
+                for way in ("eager", "graph")
+            ),
+        ),
         "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
         "rehearsal": part(530, *(case(270, "rehearsal", name) for name in ("line", "v", "truth"))),
         "replay": part(530, *(case(250, "rehearsal", name) for name in REPLAYS)),
