@@ -29,7 +29,7 @@ from megatron_ext.compile.feature_settings import (
     WATCHING_STOCK,
     SharedPrompts,
     setting_of,
-    settings_of,
+    settings_of_options,
 )
 from megatron_ext.compile.registry import ResolvedSpec, choose
 from megatron_ext.schedule.costs import Costs
@@ -482,7 +482,7 @@ def is_on_stock(setting: Field[Any]) -> bool:
 SCHEDULE_SETTINGS = tuple(
     setting.name
     for setting in fields(PipelineConfig)
-    if setting.name in settings_of(ScheduleOptions())
+    if setting.name in settings_of_options(ScheduleOptions())
 )
 
 

@@ -55,7 +55,7 @@ def setting_of(option: str) -> str:
     return _SETTING_OF_OPTION.get(option, option)
 
 
-def settings_of(options: ScheduleOptions) -> dict[str, str | bool | int]:
+def settings_of_options(options: ScheduleOptions) -> dict[str, str | bool | int]:
     """Return the settings that request ``options``, by name, as users write them. Overlapped passes
     have none: Megatron's flag requests them."""
     slices = options.slices

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.base.progress import task
 from megatron_ext.compile.build import build_program
-from megatron_ext.compile.feature_settings import settings_of
+from megatron_ext.compile.feature_settings import settings_of_options
 from megatron_ext.compile.program.memory import (
     in_microbatches,
     peak_on_host,
@@ -87,7 +87,7 @@ class ScheduleReport:
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            data |= settings_of(value) if value is self.options else {field.name: value}
+            data |= settings_of_options(value) if value is self.options else {field.name: value}
         return data
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.base.setting import flag
 from megatron_ext.base.words import bytes_text, counted
-from megatron_ext.compile.feature_settings import settings_of
+from megatron_ext.compile.feature_settings import settings_of_options
 from megatron_ext.compile.registry import Maturity
 from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
 from megatron_ext.schedule.problem import Offload, ScheduleOptions, VocabularyParallel
@@ -151,8 +151,8 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
     if candidate.limit is not None:
         words += ["--pipeline-memory-limit", candidate.limit.written]
     options = replace(made.options, steps_overlap=candidate.overlaps)
-    defaults = settings_of(ScheduleOptions())
-    for name, value in settings_of(options).items():
+    defaults = settings_of_options(ScheduleOptions())
+    for name, value in settings_of_options(options).items():
         if value != defaults[name]:
             words += [flag(name)] if value is True else [flag(name), str(value)]
     if made.pairs:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covers.marks import covers
 from tests.helpers.documents import check_written, table
@@ -344,25 +343,6 @@ def test_two_replicas_of_stages_apart() -> None:
     overlaps = PARALLEL["DP2, distributed optimizer, both overlaps"]
     replicas = replace(SEPARATED_SAVED.but(**LAYOUT, **overlaps), ranks=6)
     replicas.resume_as_stock(pipeline_schedule="zb-v")
-
-
-@nightly("SEPARATED_CASES have whole sequences")
-def test_slices_with_a_stage_apart() -> None:
-    training, ours = separated("untied, 1 depth", ON_LINE)
-    whole, runs = training.beside(training, **ours, pipeline_slices=2)
-    assert losses(runs) == pytest.approx(losses(whole), rel=1e-6)
-    (of_runs, right), (of_whole, expected) = (
-        zip(*predictions(made), strict=True) for made in (runs, whole)
-    )
-    assert of_runs == pytest.approx(of_whole, rel=1e-6) and right == expected
-
-
-@nightly("SEPARATED_CASES have one rank for a sequence")
-def test_ranks_that_share_sequences_with_a_stage_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    context_parallel.install(monkeypatch)
-    training, ours = separated("untied, 1 depth", ON_LINE)
-    shared = training.but(context_parallel_size=2, global_batch_size=3)
-    replace(shared, ranks=6).start_as_stock(**ours)
 
 
 def test_the_table_in_the_docs_is_of_these_runs() -> None:

@@ -91,7 +91,7 @@ def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
         ({"SHEDULE": "zb-h1"}, r"SHEDULE is not a setting: did you mean MEGATRON_EXT_SCHEDULE\?"),
         (
             {"SCHEDULE": "zb-h1", "WHAT_NO_SETTING_RESEMBLES": "red"},
-            "_RESEMBLES is no setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
+            "_RESEMBLES is not a setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
         ),
         # By the prefix this name resembled MEGATRON_EXT_COSTS.
         (
