@@ -12,7 +12,7 @@ from megatron_ext.adapter.pairs.hooks import OverlapHooks
 from megatron_ext.adapter.slices.hooks import SlicesHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
 from megatron_ext.adapter.tied import CopiedEmbeddingHooks, MovedFirstStageHooks
-from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks
+from megatron_ext.adapter.transformer_engine.graph_hooks import LayerGraphsHooks, WholeGraphHooks
 from megatron_ext.config import PipelineConfig
 from megatron_ext.features.arrangement.adapter.hooks import ArrangementHooks
 from megatron_ext.features.metrics.adapter.hooks import MetricsHooks
@@ -32,6 +32,7 @@ FEATURES: tuple[type[TrainingHooks], ...] = (
     VocabularyHooks,
     OffloadHooks,
     LayerGraphsHooks,
+    WholeGraphHooks,
     ArrangementHooks,
     SharedPromptsHooks,
     SplitReportHooks,

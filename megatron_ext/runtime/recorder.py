@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.device_progress import DeviceProgress, unhindered
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.rank_identity import RankIdentity, first_identity
@@ -75,10 +75,12 @@ class Recorder:
         self._connections: list[weakref.ref[Closable]] = []
 
     @classmethod
-    def before_exchange(
-        cls, pipeline: dist.ProcessGroup, device: DeviceProgress | None = None
-    ) -> Recorder:
-        """Return a recorder of this rank, before ranks exchange their identities."""
+    def before_exchange(cls, pipeline: dist.ProcessGroup, *, limits_host: bool = True) -> Recorder:
+        """Return a recorder of this rank, before ranks exchange their identities.
+
+        ``limits_host``: whether the device holds back a host that runs too far ahead.
+        """
+        device = None if limits_host else unhindered()
         return cls(pipeline.rank(), first_identity(pipeline), device)
 
     def begin(self, iteration: int) -> None:

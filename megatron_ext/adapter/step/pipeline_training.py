@@ -33,11 +33,9 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.step.training_hooks import CannotRun, TrainingHooks
 from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
-from megatron_ext.adapter.transformer_engine.captured import is_one_graph
 from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
-from megatron_ext.runtime.device_progress import unhindered
 from megatron_ext.runtime.interruption import heard_if_it_fails, listen, stop_listening
 from megatron_ext.runtime.messages.connecting import exchange_identities
 from megatron_ext.runtime.recorder import Recorder
@@ -93,7 +91,7 @@ class PipelineTraining:
         hooks = self._hooks_for(call)
         for feature in hooks:
             feature.check_call(call)
-        recorder = self._recorder or self._begin(call)
+        recorder = self._recorder or self._begin(call, hooks)
         try:
             return self._run(call, recorder, hooks)
         finally:
@@ -251,14 +249,14 @@ class PipelineTraining:
             return contextlib.nullcontext()
         return heard_if_it_fails(self._connections.recorder, where, kind)
 
-    def _begin(self, call: Call) -> Recorder:
+    def _begin(self, call: Call, hooks: Sequence[TrainingHooks]) -> Recorder:
         """Watch this rank, and listen for failures of other ranks, before anything is connected.
 
         Then the ranks of the pipeline exchange their identities; collective over them.
         """
-        # A graph of the whole step has no place for a host that waits for its device or asks it.
-        device = unhindered() if is_one_graph(call.config) else None
-        recorder = self._recorder = Recorder.before_exchange(call.pipeline, device)
+        limits_host = all(feature.limits_host for feature in hooks)
+        recorder = Recorder.before_exchange(call.pipeline, limits_host=limits_host)
+        self._recorder = recorder
         Watchdog(recorder).start()
         if not restarts_in_process():  # with in-process restarts, their wrapper reports failures
             report = listen(recorder)

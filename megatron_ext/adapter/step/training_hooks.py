@@ -33,10 +33,12 @@ class TrainingHooks:
             no trained parameter.
         needs_callers_hooks: whether steps have to know the hooks that the caller has put on
             parameters, even if no backward pass is split.
+        limits_host: whether the host may wait for its device between passes, and ask it for events.
     """
 
     trains_first_stage = False
     needs_callers_hooks = False
+    limits_host = True
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         self._config = config

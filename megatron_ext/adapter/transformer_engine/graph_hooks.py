@@ -1,4 +1,4 @@
-"""Hooks of CUDA graphs of layers (--cuda-graph-impl transformer_engine).
+"""Hooks of CUDA graphs: of layers (--cuda-graph-impl transformer_engine), and of whole steps.
 
 Graphs are replayed in the order in which they were captured, so each step is checked against it,
 and tensors in their memory are announced to the split of the backward pass.
@@ -15,7 +15,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.step.step_hooks import StepHooks
 from megatron_ext.adapter.step.training_hooks import TrainingHooks
-from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
+from megatron_ext.adapter.transformer_engine.captured import captures, is_one_graph, left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
@@ -46,6 +46,20 @@ class LayerGraphsHooks(TrainingHooks):
     @override
     def end(self) -> None:
         layer_graphs.forget()
+
+
+class WholeGraphHooks(TrainingHooks):
+    """Hooks of one CUDA graph of all passes of a step (--cuda-graph-impl full_iteration).
+
+    Such a graph has no place for a host that waits for its device or asks it.
+    """
+
+    limits_host = False
+
+    @override
+    @classmethod
+    def is_on(cls, ours: PipelineConfig, settings: Any) -> bool:
+        return is_one_graph(settings)
 
 
 class _CapturedStep(StepHooks):

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, str | bool]] = {
     "VocabularyHooks": {"vocab_parallel": "1"},
     "OffloadHooks": {"activation_offload": "half"},
     "LayerGraphsHooks": {},
+    "WholeGraphHooks": {},
     "ArrangementHooks": {"microbatch_order": "small-ends"},
     "SharedPromptsHooks": {"shared_prompts": "exact"},
     "SplitReportHooks": {"report_split": True},
@@ -53,6 +54,7 @@ SETTINGS: dict[str, dict[str, str | bool]] = {
 MEGATRONS: dict[str, dict[str, object]] = {
     "OverlapHooks": {"overlap_moe_expert_parallel_comm": True},
     "LayerGraphsHooks": {"cuda_graph_impl": "transformer_engine"},
+    "WholeGraphHooks": {"cuda_graph_impl": "full_iteration"},
     "CopiedEmbeddingHooks": {"mtp_num_layers": 1},
 }
 

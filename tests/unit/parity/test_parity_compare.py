@@ -292,7 +292,7 @@ def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 1 recorded 1 iteration of 3"):
         read_recording(tmp_path)
     lines.unlink()
-    with pytest.raises(ValueError, match=r"lacks rank-00001\.jsonl"):
+    with pytest.raises(ValueError, match=r"lacks the file rank-00001\.jsonl"):
         read_recording(tmp_path)
 
 

@@ -245,7 +245,7 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
     methods = {(candidate.schedule, candidate.method) for candidate in made.candidates}
     assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
     assert ("interleaved-zb", VocabMethod.TWO) not in methods
-    assert "cannot be divided" in made.refusals["interleaved-zb", VocabMethod.TWO]
+    assert "requires one stage on each rank" in made.refusals["interleaved-zb", VocabMethod.TWO]
 
 
 def test_stable_schedules_are_recommended_and_others_apart() -> None:

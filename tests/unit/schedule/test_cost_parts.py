@@ -88,6 +88,7 @@ FULL = Costs(
     tower=TowerCosts((3.0, 2.0, 1.0), 2.0),
     at_places={F: (0.5, 1.5), I: (0.75, 1.25)},
     origin="here",
+    no_estimate="its attention is not known",
 )
 
 
@@ -226,9 +227,9 @@ def test_arrays_are_refused() -> None:
     """Costs refuse numpy arrays. Caches use the repr of costs as key, and numpy shortens it, so
     that two long arrays would have the same key."""
     for figures in (np.ones(4), [1.0] * 4):
-        with pytest.raises(TypeError, match=r"fused_backward_saving has .*; write a tuple"):
+        with pytest.raises(TypeError, match=r"fused_backward_saving is of type .*; write a tuple"):
             FULL.with_passes(fused_backward_saving=figures)
-        with pytest.raises(TypeError, match=r"seconds has .*; write a tuple"):
+        with pytest.raises(TypeError, match=r"seconds is of type .*; write a tuple"):
             FULL.with_passes(seconds={F: figures})
     assert isinstance(FULL.seconds, Mapping)
 

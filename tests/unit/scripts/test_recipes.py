@@ -163,7 +163,7 @@ def test_no_recipe_ends_the_others() -> None:
 
     recipes = {"list": [1], DEEPSEEK: ALL[DEEPSEEK], LLAMA: ALL[LLAMA]}
     first, second, third = rows(recipes, ended, ended)
-    assert first.unknown and "no mapping" in first.unknown
+    assert first.unknown and "must be a mapping" in first.unknown
     assert second.unknown == "TypeError: no such thing" and second.on_stages is None
     assert third.on_stages and third.on_stages.is_accepted
     text = "\n".join(summary([first, second, third]))

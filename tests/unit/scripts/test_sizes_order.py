@@ -102,6 +102,7 @@ def test_figures_of_two_configurations() -> None:
         "ran out of memory, and predicted not to fit": (1, 2),
         "sets whose predicted best is at most 5 % slower": (0, 1),
         "sets whose predicted best of those that fit ran": (0, 1),
+        "the three other sets, pairs over 2 %": (0, 1),
     }
 
 

@@ -234,7 +234,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
         amount: Amount = in_bytes(program.problem.costs)
         return max(peaks(program.schedule, amount))
 
-    with pytest.raises(ValueError, match=r"vocabulary parallelism . holds"):
+    with pytest.raises(ValueError, match=r"vocabulary parallelism . adds"):
         held(MemoryLimit(bytes=2 * 2**30))
     more = MORE[how]
     generous = (4 + more) * placement.chunks * 2**30 + (more + 1) * 2**30
@@ -258,7 +258,7 @@ def test_too_little_room_is_refused_with_what_is_enough() -> None:
     )
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
     with pytest.raises(
-        ValueError, match=r"holds 2 microbatches in addition .* give at least 3 microb"
+        ValueError, match=r"adds 2 microbatches; give at least 3 microb"
     ):
         build_program(choose("zb-v"), problem)
 
