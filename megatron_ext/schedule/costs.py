@@ -100,7 +100,9 @@ class CostPart:
             value = getattr(self, part.name)
             for figures in value.values() if isinstance(value, Mapping) else [value]:
                 if hasattr(figures, "__len__") and not isinstance(figures, tuple):
-                    raise TypeError(f"{part.name} is of type {type(figures).__name__}; write a tuple")
+                    raise TypeError(
+                        f"{part.name} is of type {type(figures).__name__}; write a tuple"
+                    )
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> Self:
         """Return this part of ``costs`` after the stages of each row have been joined to one.

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.adapter.step import pipeline_training
-from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.adapter.transformer_engine.graph_hooks import WholeGraphHooks
 from tests.helpers import whole_graphs
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name
@@ -84,7 +83,7 @@ def test_a_step_whose_times_are_taken_fails() -> None:
 @pytest.mark.usefixtures("graphs")
 def test_a_host_that_waits_for_its_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a pass the host waited for an earlier one, and its watchdog queried events."""
-    monkeypatch.setattr(pipeline_training, "unhindered", DeviceProgress)
+    monkeypatch.setattr(WholeGraphHooks, "limits_host", True)
     words = model_flags(**FLAGS, **GRAPH, pipeline_schedule="zb-h1")
     results = train_or_fail(2, words, model_provider=drawn_by_name)
     assert any("DeviceProgress.hold_back" in result.error for result in results), results

@@ -257,9 +257,7 @@ def test_too_little_room_is_refused_with_what_is_enough() -> None:
         placement, 8, uniform(placement, 1, 1, 1), options=ScheduleOptions(vocab_parallel=ONE)
     )
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
-    with pytest.raises(
-        ValueError, match=r"adds 2 microbatches; give at least 3 microb"
-    ):
+    with pytest.raises(ValueError, match=r"adds 2 microbatches; give at least 3 microb"):
         build_program(choose("zb-v"), problem)
 
 
