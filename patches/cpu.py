@@ -480,7 +480,7 @@ def patches() -> tuple[Patch, ...]:
             "megatron.core.distributed.distributed_data_parallel:"
             "DistributedDataParallel.start_param_sync",
             _experts_after_their_step,
-            reason="a gather of gloo would write back the experts' parameters before their step",
+            reason="a parameter gather of gloo could restore old values of experts' parameters",
             signature="(self, *unused, force_sync=False, force_dispatch=False)",
         ),
         wrap(

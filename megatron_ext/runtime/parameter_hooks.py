@@ -128,7 +128,7 @@ def _tables_of_node(parameter: Tensor) -> list[HooksByNumber]:
     for register in (node.register_prehook, node.register_hook):
         handle = register(_nothing)
         table = handle.hooks_dict_ref()
-        assert table is not None  # the node keeps its table alive
+        assert table is not None  # the autograd node keeps its table of hooks alive
         tables.append(table)
         handle.remove()
     _of_nodes[parameter] = [weakref.ref(table) for table in tables]

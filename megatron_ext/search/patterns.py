@@ -352,7 +352,8 @@ class _PatternProgram:
             if (turn_trip.item(), end_trip.item()) == periods:
                 return tuple(int(leg.item()) for leg in legs)
         raise AssertionError(
-            "no rotation of the two ranks' patterns has the requested change of period"
+            "no two rotations of neighbouring ranks' patterns change their trips by the ticks that "
+            "the transition table gives"
         )
 
     def _shortest_legs(self, rank: int) -> _Legs:

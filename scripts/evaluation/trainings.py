@@ -43,7 +43,7 @@ class DescribedTraining:
     vocabulary: VocabMethod = VocabMethod.NAIVE
 
     def predicted(self) -> Evaluated:
-        """Return the estimated step of the training."""
+        """Return the estimated seconds of a step of the training, and what they consist of."""
         return evaluate(self.work, self.schedule, self.layout, self.vocabulary, search=False)
 
 

@@ -243,7 +243,9 @@ class Candidates:
     def _start(
         self, ladder: Sequence[str], layouts: Layouts, by_recompute: Sequence[StageFigures]
     ) -> Start | None:
-        """Return the best of ``ladder``, schedules of one placement, with its best recompute.
+        """Return the schedule of ``ladder`` with the shortest step, and its best recompute setting.
+
+        ``ladder`` has schedules of one placement, the one that stores most activations first.
 
         The recompute that takes the least time is tried first, and if memory limits nothing, no
         other is tried.

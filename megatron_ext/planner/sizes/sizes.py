@@ -32,7 +32,10 @@ class Sizes:
         return 0 if rest else copies
 
     def text(self, gpus: int) -> str:
-        """Return the parallel sizes above 1 in words: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
+        """Return the parallel sizes of more than one rank, and the micro-batch size, in words.
+
+        An example is ``TP 4 x PP 8 x DP 2, micro-batch 1``.
+        """
         named = {
             "TP": self.tensor,
             "CP": self.context,

@@ -289,7 +289,7 @@ def _check_sizes(settings: Settings) -> None:
         if size is None and name in _NEEDED:
             raise ValueError(f"the setting {name} is missing")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"the setting {name}={size!r} is not a size")
+            raise ValueError(f"the setting {name}={size!r} must be a whole number of at least 1")
     if settings.get("pipeline_model_parallel_size", 1) == 1:
         raise ValueError("the recipe has no pipeline: pipeline_model_parallel_size is 1")
 

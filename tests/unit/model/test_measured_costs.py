@@ -233,8 +233,8 @@ def test_commands_take_the_written_file(command: list[str], tmp_path: Path) -> N
 
 
 def test_a_line_says_what_measured_costs_have_changed() -> None:
-    """A log line says what measured costs change. Here the first stage is slow, and the schedule
-    was made without knowing that."""
+    """A log line says by how much measured costs change the predicted step. Here the first stage
+    is slow, and the schedule was made without knowing that."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
     slow = {kind: (2 * row[0], *row[1:]) for kind, row in guess.seconds.items()}

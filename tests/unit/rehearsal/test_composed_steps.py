@@ -96,8 +96,8 @@ def test_the_step_is_as_long_as_if_each_rank_had_been_measured(spec: str) -> Non
 
 
 def test_messages_are_in_no_measured_figure() -> None:
-    """No measured figure contains messages. Their seconds are estimated, so a slow link does not
-    change the composed step."""
+    """The step that a rehearsal composes of measured passes contains no seconds of messages. They
+    are only estimated, so a slow link does not change the composed step."""
     near, far = (program_of("zb-h1", comm=comm) for comm in (0.0, 20.0))
     made = [
         compose(program, classes(program), records_of(program, near.problem.costs.of))

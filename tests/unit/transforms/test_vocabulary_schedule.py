@@ -96,9 +96,9 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
     """The passes of the vocabulary can be added to any linear or V schedule, and make it hold one
     or two microbatches more.
 
-    Passes used to be moved by time. A rank that waits for others then held up to one microbatch
-    more, and a pass that takes no time, or a message longer than an interval, came before something
-    that it needs.
+    Passes of the vocabulary used to be inserted by their start times in a simulation. A rank that
+    waits for others then held up to one microbatch more, and a pass that takes no time, or a
+    message longer than an interval, came before something that it needs.
     """
     name, problem = random_problem(Random(seed), LINES + VS, 9)
     program = build_program(choose(name), problem)
