@@ -746,8 +746,12 @@ class Costs:
         recompute = recompute and added(recompute, tower.seconds[0])
         changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
         attention = self.slices.attention
-        if attention and seconds[Kind.FORWARD][0]:
-            share = attention[0] * self.seconds[Kind.FORWARD][0] / seconds[Kind.FORWARD][0]
+        # A share of F without the embedding, whose time is no part of it.
+        before, after = (
+            costs.without_vocabulary().seconds[Kind.FORWARD][0] for costs in (self, changed)
+        )
+        if attention and after:
+            share = attention[0] * before / after
             changed = changed.with_slices(attention=(share, *attention[1:]))
         return changed
 

@@ -81,8 +81,8 @@ def format_costs(costs: Costs) -> str:
     if layers.passes.recompute:
         parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
     parts.append(f"comm={costs.links.p2p_seconds:.4g}")
-    if costs.slices.attention:
-        parts.append(f"attention={_joined(costs.slices.attention)}")
+    if layers.slices.attention:
+        parts.append(f"attention={_joined(layers.slices.attention)}")
     if costs.links.latency:
         parts.append(f"latency={costs.links.latency:.4g}")
     parts += [f"{key}={_joined(figures)}" for key, figures in _fixed(layers).items()]
@@ -492,8 +492,8 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     if layers.passes.recompute:
         data[_RECOMPUTE] = rounded(layers.passes.recompute)
     data["comm"] = rounded([costs.links.p2p_seconds])[0]
-    if costs.slices.attention:
-        data["attention"] = rounded(costs.slices.attention)
+    if layers.slices.attention:
+        data["attention"] = rounded(layers.slices.attention)
     if costs.links.latency:
         data["latency"] = rounded([costs.links.latency])[0]
     data |= {key: rounded(figures) for key, figures in _fixed(layers).items()}

@@ -7,6 +7,7 @@ open which of them counts. The word itself says what it is, so that there is one
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,9 +108,15 @@ class JobCommand(CliCommand):
 
 
 def _is_of_a_job(word: str) -> bool:
-    """Return whether ``word`` stands for a job, and begins no launch command."""
+    """Return whether ``word`` stands for a job, and begins no launch command.
+
+    A file is a log, whatever its name, unless a launch command could begin with it.
+    """
     is_written_as_one = _SIZES.match(word) or _RECIPE.fullmatch(word)
-    return bool(is_written_as_one) or word.endswith((".json", ".log", ".out", ".err", ".txt"))
+    is_log = os.path.isfile(word) and not word.endswith((".py", ".sh"))
+    return bool(is_written_as_one or is_log) or word.endswith(
+        (".json", ".log", ".out", ".err", ".txt")
+    )
 
 
 def job_of(context: typer.Context, word: str | None) -> JobArgument | None:

@@ -105,7 +105,7 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
         if not gpus and launch.gpu is not None:
             gpus = parse_gpus(launch.gpu)
     for name, value in settings.items():
-        if str(in_launch.get(name, value)) != value:
+        if in_launch.get(name) is not None and str(in_launch[name]) != value:
             option = f"--{name.replace('_', '-')}"
             typer.echo(
                 f"{option} {value} counts, not {flag(name)} {in_launch[name]} of the {job.kind}",

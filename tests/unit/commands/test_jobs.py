@@ -125,6 +125,16 @@ def test_a_word_says_which_job_it_is(word: str, kind: JobKind) -> None:
     )
 
 
+def test_a_file_without_a_suffix_is_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log may have any name. A misspelt option behind one was answered by "run7 begins a launch
+    command: write -- before it"."""
+    monkeypatch.chdir(tmp_path)
+    Path("run7").write_text("")
+    made = CliRunner().invoke(app, ["plan", "run7", "--memory-limt", "0.5x"])
+    assert made.exit_code == 2
+    assert "begins a launch command" not in made.output and "--memory-limt" in made.output
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -43,6 +43,19 @@ LOOP = Placement("loop", (0, 1, 0, 1))
 # --- costs
 
 
+@pytest.mark.parametrize("tower", ["", ",tower=4/5/3", ",tower=4/5/3,embedding=1/2"])
+def test_the_share_of_attention_is_written_as_it_was_given(tower: str, tmp_path: Path) -> None:
+    """The text and the file of costs have the share of attention that was given. With a vision
+    tower the share of the first stage, whose F takes longer, was written and reduced again when it
+    was read: 0.3 became 0.21, then 0.15."""
+    placement = line(4)
+    costs = parse_costs(f"f=10,i=12,w=8,comm=1,attention=0.3{tower}", placement)
+    assert "attention=0.3/0.3/0.3/0.3" in format_costs(costs)
+    file = tmp_path / "costs.json"
+    save_costs(costs, file)
+    assert load_costs(file, placement).slices.attention == pytest.approx(costs.slices.attention)
+
+
 def test_costs_are_a_full_ranks() -> None:
     on_line = parse_costs("f=10,i=12,w=8,comm=1", LINE)
     assert on_line.seconds == {F: (10, 10), I: (12, 12), W: (8, 8)}
