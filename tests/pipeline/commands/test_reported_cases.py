@@ -234,7 +234,7 @@ def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
         ),
         (
             "--global-batch-size 8 --eval-global-batch-size 2 --eval-iters 1",
-            "the schedule cannot run evaluations of 2 microbatches",
+            "makes an evaluation of 2 microbatches",
         ),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
         recorder = Recorder(rank)
         hear = functools.partial(setattr, recorder, "interruption", "a disk is full")
         threading.Timer(0.2, hear).start()
-        heard = pytest.raises(PeerFailure, match="when another rank failed: a disk is full")
+        heard = pytest.raises(PeerFailure, match="when another rank had failed: a disk is full")
         for _ in ("while it waits", "before"):
             entered = False
             with heard, connecting(recorder, world(), "of all"):

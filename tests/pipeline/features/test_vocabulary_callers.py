@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step(
             build(), partial(forward_step, decoder_input=torch.zeros(SEQUENCE, BATCH, HIDDEN))
         ),
-        "does not go with decoder_input",
+        "does not go with the model's argument decoder_input",
     ),
     "data that is no loss": (
         lambda: step(build(), forward_only=True, collect_non_loss_data=True),

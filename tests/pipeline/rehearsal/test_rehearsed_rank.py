@@ -158,7 +158,7 @@ def test_values_that_are_not_finite_end_the_first_step() -> None:
     [
         (
             {"lr": 1e30, "clip_grad": 0, "bf16": True},
-            r"rank 3, in step 2: its lm loss is nan",
+            r"rank 3, in step 2: the step's lm loss is nan",
         ),
         (
             {"pipeline_schedule": "1f1b", "pipeline_metrics": True},
