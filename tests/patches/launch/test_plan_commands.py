@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from megatron_ext.commands import plan as plan_command
