@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,8 @@ def run(command: str, *, with_stderr: bool = True) -> str:
     text = result.output if with_stderr or not result.stdout else result.stdout
     plain = _PROGRESS.sub("", click.unstyle(text)).replace(str(Path.cwd()), "FOLDER")
     plain = plain.replace(", ".join(GPUS), "GPUS")  # a new GPU does not change the recorded text
-    return status + plain.replace(sysconfig.get_path("purelib"), "SITE")
+    megatron = importlib.metadata.distribution("megatron-core").locate_file("")
+    return status + plain.replace(str(megatron), "SITE")
 
 
 def own_families() -> dict[str, str]:
