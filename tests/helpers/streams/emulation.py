@@ -47,7 +47,7 @@ from torch.distributed import distributed_c10d
 from megatron_ext.features.offload.runtime import buffers, offload
 from megatron_ext.features.post_validation.runtime import messages as verdicts
 from megatron_ext.patches import cpu
-from megatron_ext.runtime import recording
+from megatron_ext.runtime import parameter_hooks, recording
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.messages import channels
 from megatron_ext.schedule.action import Action
@@ -107,6 +107,9 @@ def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None
         _replace_torch(patch, device, groups)
         patch.setattr(offload, "copies_on", partial(EmulatedCopies, device))
         patch.setattr(buffers, "whole_pages", partial(pageable, device))
+        # The engine's hooks on a parameter's node are no caller's: W would leave its weight out.
+        ours = parameter_hooks._WRAPPERS_HOOK, f"{Engine._hook.__qualname__}."
+        patch.setattr(parameter_hooks, "_WRAPPERS_HOOK", ours)
         yield
 
 
