@@ -53,7 +53,11 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     """
     counts = redistributed_layers(layers, costs.stages)
     alone = costs.layers_alone
-    moved = replace(alone, passes=alone.passes.spread(layers, counts))
+    moved = replace(
+        alone,
+        passes=alone.passes.spread(layers, counts),
+        slices=alone.slices.spread(layers, counts, alone),
+    )
     if costs.tower is not None:
         moved = moved.with_tower(costs.tower)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)

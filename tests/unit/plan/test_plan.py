@@ -14,11 +14,13 @@ from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.registry import Maturity, choose
 from megatron_ext.observe.trace import write_trace
 from megatron_ext.planner.candidate import Plan, VocabMethod, stable_of
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.limits import least_time
 from megatron_ext.planner.planner import all_specs, make_plan
 from megatron_ext.planner.redistribution import redistribute
 from megatron_ext.planner.training import Training
-from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.action import Action, Kind, slices_of
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
@@ -97,6 +99,23 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
     assert six.seconds[Kind.FORWARD] == (4, 8, 8, 4)
     with pytest.raises(ValueError, match=r"8 layers .* can split 7 or 10 layers in this way"):
         redistribute(costs, 8)
+
+
+def test_slices_cost_the_same_on_redistributed_layers_as_on_a_given_layout() -> None:
+    """Slices on redistributed layers have the prices of their layers. Each stage kept the fixed
+    seconds and the bytes of keys and values of equal stages."""
+    fixed = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (0.7,) * 4)
+    costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
+    costs = costs.with_slices(attention=(0.25,) * 4, fixed=fixed, keys_values=(3.5,) * 4)
+    work = given_work(costs, 7, ranks=4, microbatches=8)
+    given = work.costs_of(Layout((2, 2, 2, 1)).of(work.model), line(4), 2)
+    moved = redistribute(costs, 7)
+    for stage in range(4):
+        for kind in fixed:
+            slices = [Action(stage, kind, one) for one in slices_of(3, (0.6, 1.0))]
+            assert [moved.of(one) for one in slices] == [given.of(one) for one in slices]
+    assert moved.slices == given.slices
+    assert moved.slices.keys_values == (4, 4, 4, 2)
 
 
 def test_each_way_for_a_head_is_what_simulate_finds() -> None:
