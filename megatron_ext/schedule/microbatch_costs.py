@@ -127,10 +127,12 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     sums = array("d")  # for each microbatch the sums of its lengths and of their squares
     unshared_sums = array("d")  # the same sums with each prompt computed for each of its answers
     is_padded = batch.sequence is not None and batch.is_padded
+    is_shared = False  # whether several answers share a prompt
     for number, row in _rows(file):
         if batch.sequence is not None and is_padded:
             row = _padded(file, number, row, batch.samples * batch.sequence)
         sums.extend((sum(map(sum, row)), sum(map(_squares, row))))
+        is_shared = is_shared or any(len(document) > 2 for document in row)
         sequences = [one for document in row for one in _sequences(document)]
         unshared_sums.extend((sum(sequences), sum(length * length for length in sequences)))
     count = len(sums) // 2
@@ -151,7 +153,7 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
         full = batch.samples * batch.sequence
         squared = full * batch.sequence
     unshared = None
-    if unshared_sums != sums and not is_padded:
+    if is_shared and not is_padded:
         of_all, squares_of_all = by_step(unshared_sums)
         unshared = MicrobatchLoads(of_all / full, squares_of_all / squared)
     return MicrobatchLoads(tokens / full, squares / squared, unshared)

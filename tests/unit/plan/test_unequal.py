@@ -101,6 +101,17 @@ def test_attention_of_prompts_that_are_computed_once(tmp_path: Path) -> None:
     assert padded.unshared is None
 
 
+def test_answers_that_share_no_prompt_have_no_other_loads(tmp_path: Path) -> None:
+    """A prompt with one answer is a document of both, whatever their squares are rounded to. Loads
+    whose last bit differed counted as those of shared prompts."""
+    prompt, answer = 0.1, 0.3
+    length = prompt + answer
+    assert prompt * prompt + answer * (2 * prompt + answer) != length * length
+    file = tmp_path / "lengths.txt"
+    file.write_text(f"{prompt}+{answer}\n{length}\n")
+    assert read_loads(file, BatchSize(2)).unshared is None
+
+
 # --- the flags that are written
 
 
