@@ -364,12 +364,13 @@ class _Search:
                 sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
                 layout = evenly(layers, stages)
                 cuts = [sliced]
-                if may_gain_by_joining(sliced.variant(spec, layout)):
-                    joined = replace(sliced.slices, joined_weights=True)
-                    cuts.append(replace(sliced, slices=joined))
-                for cut in cuts:
-                    if _may_take_less(cut, spec, layout, most):
-                        self._evaluate(sizes, cut, spec, layout, shorter_than=most)
+                with contextlib.suppress(ValueError):  # other options may conflict with slices
+                    if may_gain_by_joining(sliced.variant(spec, layout)):
+                        joined = replace(sliced.slices, joined_weights=True)
+                        cuts.append(replace(sliced, slices=joined))
+                    for cut in cuts:
+                        if _may_take_less(cut, spec, layout, most):
+                            self._evaluate(sizes, cut, spec, layout, shorter_than=most)
 
     def search_schedules(self) -> None:
         """Search schedules for the best step, and for the best step whose estimate is checked.
@@ -500,10 +501,7 @@ class _Search:
 
 def _may_take_less(work: Work, spec: str, layout: Layout, seconds: float) -> bool:
     """Return whether a step could take fewer than ``seconds``, by the work of its busiest rank."""
-    try:
-        variant = work.variant(spec, layout)
-    except ValueError:
-        return False
+    variant = work.variant(spec, layout)
     assert variant.model is not None
     outside = max(map(work.seconds_outside_passes, variant.model))
     return least_step(variant) + outside < seconds

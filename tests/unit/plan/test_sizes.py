@@ -20,7 +20,7 @@ from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
-from megatron_ext.planner.layouts.work import evaluate
+from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.planner.planning_time import planning, start_planning_time
 from megatron_ext.planner.sizes import estimated_order as estimated_module
 from megatron_ext.planner.sizes import search
@@ -37,9 +37,11 @@ from megatron_ext.planner.sizes.search import (
 )
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.slices import Lengths, Slices
 from scripts.evaluation.measured import read_measured
 from scripts.evaluation.sizes import OF_SIZES, model_of
 from tests.helpers.sized_jobs import described_works, work_of
@@ -321,6 +323,26 @@ def test_what_a_launch_refuses_is_not_found() -> None:
     assert set(found.refused.values()) == {"no pipeline"}
 
 
+@pytest.mark.parametrize("option", [{"pairs": True}, {"steps_overlap": True}], ids=str)
+def test_slices_that_the_launchs_options_exclude_are_not_compared(
+    only_pipelines: None, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
+) -> None:
+    """Sizes are compared though the job has an option that conflicts with slices. The conflict with
+    slices that the job does not have ended the search."""
+    job = piped_job(11e9, 16384)
+
+    def works_of(sizes: Sizes) -> SizedWorks:
+        sized = described_works(job, sizes)
+        return replace(sized, works=[replace(work, **option) for work in sized.works])
+
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    monkeypatch.setattr(search, "COUNTS", (2,))
+    found = search_sizes(job, works_of)
+    assert found.steps
+    sliced = [step for step in found.steps if step.made.candidate.report.slices > 1]
+    assert bool(sliced) == ("pairs" in option), "1f1b has no overlapped passes"
+
+
 def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
     """The first answer comes although the first sizes are refused.
 
@@ -419,6 +441,44 @@ def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.Mon
         assert best.made.candidate.report.slices in (2, 4, 8) and not best.is_stock
         assert best.made.fullest <= memory
     assert whole and best.seconds < 0.9 * min(step.seconds for step in whole)
+
+
+def test_joined_weights_of_slices_are_taken_where_they_are_shorter(
+    only_pipelines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices are also compared with their W joined, and the shorter step is taken. W of a slice
+    has a fixed part here, as that of experts, which joined W take once."""
+    job = replace(piped_job(11e9, 16384), global_batch=8)
+
+    def works_of(sizes: Sizes) -> SizedWorks:
+        sized = described_works(job, sizes)
+
+        def costs_of(work: Work, *given: Any) -> Costs:
+            costs = work.costs_of(*given)
+            weights = Kind.BACKWARD_WEIGHT
+            half = tuple(seconds / 2 for seconds in costs.seconds[weights])
+            return costs.with_slices(fixed={**costs.slices.fixed, weights: half})
+
+        works = [replace(work, costs_of=partial(costs_of, work)) for work in sized.works]
+        return replace(sized, works=works)
+
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    monkeypatch.setattr(search, "SIMULATED", 6)
+    monkeypatch.setattr(search, "COUNTS", (2,))
+    monkeypatch.setattr(search, "_SLICED", ("1f1b", "zb-h1"))
+    found = search_sizes(job, works_of)
+    *_, any_schedule = kinds_of(job)
+    best = found.best(any_schedule)
+    assert best is not None
+    slices = best.made.candidate.report.options.slices
+    assert slices == Slices(2, Lengths.BALANCED, joined_weights=True)
+    apart = [
+        step.seconds
+        for step in found.steps
+        if step.made.candidate.report.options.slices == replace(slices, joined_weights=False)
+        and step.made.schedule == best.made.schedule
+    ]
+    assert apart and best.seconds < min(apart)
 
 
 def test_slices_that_save_little_are_not_taken(
