@@ -137,8 +137,9 @@ class _Comparison:
         candidate = self._consider(spec_and_method, may_be_made_to_fit=may_be_made_to_fit)
         if candidate is None:
             return False
-        self.candidates.append(candidate)
+        # The planning time may end at any of these statements: a candidate has no refusal then.
         self.refusals.pop(spec_and_method, None)
+        self.candidates.append(candidate)
         return True
 
     def make_fit(self, work: Task) -> None:

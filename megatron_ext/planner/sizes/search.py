@@ -224,8 +224,8 @@ class _Search:
             estimated += made
             of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
             shortest = min([shortest, *(one.seconds for one in of_all)])
-        self.found.is_complete = True
         self._too_full = [one for one in estimated if one.excess]
+        self.found.is_complete = True
         shortlist = self._shortlist(estimated)
         progress.steps, has_answered = len(shortlist), False
         for candidate in shortlist:
@@ -483,8 +483,10 @@ class _Search:
             try:
                 self._sized[sizes] = self._works_of(sizes)
             except ValueError as error:
-                self._sized[sizes] = None
+                # The planning time may end at any of these statements. Sizes that are noted as
+                # refused then have their reason.
                 self.found.refused[sizes] = str(error)
+                self._sized[sizes] = None
         return self._sized[sizes]
 
     def _figures_of(self, candidate: Estimated) -> StageFigures:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -46,6 +44,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.search import best as search
 from scripts.evaluation.recipes.recipe import expanded
 from tests.helpers.combinations import at_night
+from tests.helpers.planning_end import ended_at
 
 GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")
 MIXED = replace(
@@ -165,40 +164,16 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
     assert sum(found.layers) == 16
 
 
-def ended_at(number: int, compute: Callable[[], object]) -> bool:
-    """Whether ``compute`` executes more than ``number`` lines that add a stage to its table.
-
-    If so, the planning time ends before the line with this ``number``, as a signal ends it.
-    """
-    left = iter([None] * number)
-    trace = sys.gettrace()
-
-    def end(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code not in (StageFigures.rows.__code__, StageFigures._row.__code__):
-            return None
-        if event == "line" and next(left, PlanningEnd) is PlanningEnd:
-            raise PlanningEnd
-        return end
-
-    sys.settrace(end)
-    try:
-        compute()
-    except PlanningEnd:
-        return True
-    finally:
-        sys.settrace(trace)
-    return False
-
-
 def test_figures_stay_right_wherever_the_planning_time_ends() -> None:
     """A table of stages stays right if the planning time ends while a stage is added to it. The
     stage was noted before its row was there: a later layout had the figures of another stage, or
     the plan failed with an IndexError."""
     training, counts = work(MIXED), np.array([[5, 4, 4, 4], [6, 3, 4, 4], [4, 5, 4, 4]])
     expected = StageFigures(training).of(counts, line(4))
+    adding = StageFigures.rows.__code__, StageFigures._row.__code__
     for number in itertools.count():
         figures = StageFigures(training)
-        was_ended = ended_at(number, functools.partial(figures.of, counts[:2], line(4)))
+        was_ended = ended_at(number, adding, functools.partial(figures.of, counts[:2], line(4)))
         of_others_first = figures.of(counts[::-1], line(4))[::-1]
         assert np.array_equal(of_others_first, expected), f"ended at line {number}"
         if not was_ended:

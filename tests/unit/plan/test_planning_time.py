@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.planner import planner
-from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.fitting import TooFull
 from megatron_ext.planner.planner import NO_TIME, make_plan
 from megatron_ext.planner.planning_time import (
     LAYOUTS,
@@ -29,6 +31,8 @@ from megatron_ext.planner.planning_time import (
 )
 from megatron_ext.planner.training import Training
 from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import line
+from tests.helpers.planning_end import ended_at
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,45 @@ def test_work_ends_after_its_cpu_seconds() -> None:
         assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
         until_end(lambda: work_for(0), "ended", SLICES)
         assert unfinished_alternatives() == (LAYOUTS, SLICES)
+
+
+def set_timer_speed(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
+    """Let the timer of CPU time count ``speed`` seconds in each CPU second."""
+    real = signal.setitimer
+
+    def setitimer(timer: int, seconds: float, again: float = 0.0) -> tuple[float, float]:
+        factor = 1 / speed if timer == signal.ITIMER_PROF else 1.0
+        return real(timer, factor * seconds, again)
+
+    monkeypatch.setattr(signal, "setitimer", setitimer)
+
+
+def test_a_timer_that_counts_ahead_does_not_end_work_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work has all of its CPU seconds. On a busy machine the timer counts ahead of them, and a plan
+    said that its CPU seconds were used up when they were not."""
+    set_timer_speed(monkeypatch, 4.0)
+    with planning(limit=0.3) as plan:
+        start_planning_time()
+        assert until_end(lambda: work_for(60), "ended") == "ended"
+        assert 0.3 <= plan.seconds < 10 and plan.is_short
+
+
+def test_work_around_ends_if_inner_work_has_used_up_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outer work ends though the time was over before inner work returned and the timer counted
+    behind. Its timer was set to 0 s then, which stops a timer."""
+    set_timer_speed(monkeypatch, 0.25)
+    found: list[str] = []
+
+    def around() -> str:
+        found.append(until_end(lambda: work_for(0.2), "ended"))
+        return work_for(3)
+
+    with planning(limit=0.1):
+        start_planning_time()
+        assert until_end(around, "ended") == "ended"
+    assert found == ["done"]
 
 
 def test_a_compiler_is_left_to_end() -> None:
@@ -201,3 +244,40 @@ def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.Monk
     assert plan.is_short
     assert [candidate.schedule for candidate in made.candidates] == ["1f1b"]
     assert made.refusals["v-half", VocabMethod.NAIVE] == NO_TIME
+
+
+def test_no_schedule_is_both_compared_and_refused_wherever_the_time_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A schedule that at first does not fit and then does is a candidate or refused, wherever the
+    planning time ends. It was both if the time ended as it became a candidate."""
+    costs = uniform(line(2), 10, 12, 8)
+    real, seen = planner.consider, set[str]()
+
+    def full_at_first(variant: Variant, *given: object) -> Candidate:
+        spec = variant.resolved.spec
+        if spec not in seen:
+            seen.add(spec)
+            raise TooFull("too full", 1.0)
+        return real(variant, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "consider", full_at_first)
+    specs = ("1f1b", "zb-h1")
+    for number in itertools.count():
+        seen.clear()
+        made: list[Plan] = []
+
+        def compare(made: list[Plan] = made) -> None:
+            with planning(limit=60):
+                start_planning_time()
+                variant_of = Training(2, 2, costs=lambda placement: costs).variant
+                made.append(make_plan(variant_of, specs=specs, is_long=True))
+
+        codes = planner._Comparison.add.__code__, planner._Comparison.make_fit.__code__
+        was_ended = ended_at(number, codes, compare)
+        compared = {(one.schedule, one.method) for one in made[0].candidates}
+        assert not compared & set(made[0].refusals), f"ended at line {number}"
+        assert {spec for spec, _ in compared | set(made[0].refusals)} == set(specs)
+        if not was_ended:
+            break
+    assert number > 10 and len(compared) == 2

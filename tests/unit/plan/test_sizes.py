@@ -4,6 +4,7 @@ the best ones."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,7 @@ from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
 from scripts.evaluation.measured import read_measured
 from scripts.evaluation.sizes import OF_SIZES, model_of
+from tests.helpers.planning_end import ended_at
 from tests.helpers.sized_jobs import described_works, work_of
 
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
@@ -321,6 +323,24 @@ def test_what_a_launch_refuses_is_not_found() -> None:
     assert found.steps
     assert all(step.sizes.pipeline > 1 for step in found.steps)
     assert set(found.refused.values()) == {"no pipeline"}
+
+
+def test_refused_sizes_have_a_reason_wherever_the_planning_time_ends() -> None:
+    """Sizes that a launch refuses are named with the reason, wherever the planning time ends. They
+    were dropped without one if the time ended as they were noted."""
+
+    def refuse(sizes: Sizes) -> SizedWorks:
+        raise ValueError("no pipeline")
+
+    for number in itertools.count():
+        sizes_search = search._Search(small_job(), refuse)
+        find = partial(sizes_search._works, OWN)
+        was_ended = ended_at(number, (search._Search._works.__code__,), find)
+        assert find() is None
+        assert sizes_search.found.refused == {OWN: "no pipeline"}, f"ended at line {number}"
+        if not was_ended:
+            break
+    assert number > 4
 
 
 @pytest.mark.parametrize("option", [{"pairs": True}, {"steps_overlap": True}], ids=str)
