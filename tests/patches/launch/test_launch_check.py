@@ -3,6 +3,8 @@ and says what to do."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -953,6 +955,36 @@ def test_the_command() -> None:
     assert "to correct before the launch: 1" in result.output and "pipeline rank" in result.output
     result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
     assert result.exit_code == 2 and "begins no launch command" in result.output
+
+
+def test_a_file_of_arguments(tmp_path: Path) -> None:
+    """A file of Megatron's arguments is checked as the command with the same flags. The number of
+    ranks is the file's."""
+    words = model_flags(**FLAGS | {"pipeline_schedule": None})
+    values: dict[str, Any] = {"world_size": 8}
+    for word, following in itertools.pairwise([*words, "--"]):
+        if word.startswith("--"):
+            name, is_switch = word[2:].replace("-", "_"), following.startswith("--")
+            values[name] = True if is_switch else following
+            with contextlib.suppress(ValueError):
+                values[name] = values[name] if is_switch else json.loads(following)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(values))
+    ours = ("--pipeline-schedule", "zb-v")
+    by_file = CliRunner().invoke(app, ["doctor", "--json", str(path), *ours])
+    line = ("torchrun", "--nproc-per-node", "8", "-m", "megatron_ext", str(SCRIPT), *words, *ours)
+    by_words = CliRunner().invoke(app, ["doctor", "--json", "--", *line])
+    found, expected = json.loads(by_file.output), json.loads(by_words.output)
+    assert by_file.exit_code == by_words.exit_code == 0 and found["right"], by_file.output
+    assert found["prediction"] == expected["prediction"]
+    assert found["prediction"]["schedule"] == "zb-v" and found["prediction"]["microbatches"] == 4
+    remarks = [one["text"] for one in found["findings"] if one["subject"] == "arguments file"]
+    assert remarks == [f"read from {path}: the script is not in it, pretrain_gpt.py is assumed"]
+    path.write_text(json.dumps({**values, "num_layer": 3}))
+    result = CliRunner().invoke(app, ["doctor", str(path)])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"megatron-ext: error: {path}: Megatron has no argument")
+    assert "did you mean num_layers?" in result.output
 
 
 def test_what_is_assumed_of_a_gpu_is_said() -> None:

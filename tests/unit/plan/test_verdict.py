@@ -372,6 +372,19 @@ def test_a_gain_says_which_times_it_compares_where_they_are_of_two_kinds() -> No
     assert gain in row
 
 
+def test_a_plan_without_a_baseline_says_why_and_compares_nothing_with_it() -> None:
+    """The first line of a plan says why the job itself has no step, and no later line is a gain
+    over it, also if steps of the recommended schedule overlap."""
+    ours = way("zb-v", 18.6, 56)
+    ours.candidate.overlaps = True  # type: ignore[misc]
+    for why, words in (("it does not fit", "cannot run: it does not fit"), ("", "is not compared")):
+        made = plan_of(Verdict(None, ours), why_not=why)
+        rows = "\n".join(verdict_lines(made)).splitlines()
+        assert rows[0] == f"now:       32 layers on 32 ranks, under 1f1b, {words}"
+        assert not [row for row in rows if row.startswith("gain:") or "compared with the" in row]
+        assert [row for row in rows if row.startswith("step:")] == ["step:      18.6 s a step"]
+
+
 def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
     own = way("1f1b", 2.0, 80)
     found = verdict_of(own, [way("v-half", 2.1, 60)], 72 * GIB)
