@@ -27,7 +27,7 @@ _OF_TEXTS = re.compile(
 )
 # Pattern of a short option with its value in the same word, as docker's -eNAME=value.
 _SHORT = re.compile(r"-[a-z](?=[A-Z_])")
-_SHELL_FLAGS = ("-c", "-lc")
+_SHELL_FLAG = re.compile(r"-[a-z]*c")  # -c and -lc, behind which a shell finds its text
 # Character that stands for a dollar sign which a shell is to expand; no word of a command has this
 # character.
 _DOLLAR = "\0"
@@ -44,13 +44,18 @@ def masked(words: Sequence[str]) -> str:
         if secret_flag and not word.startswith("-"):
             texts.append(f"${_variable(secret_flag)}")
             secret_flag = ""
-        elif before in _SHELL_FLAGS:  # the shell expands variables in this word
+        elif is_shell_flag(before):  # the shell expands variables in this word
             texts.append(shlex.quote(_IN_SHELL.sub(_mask, word).replace(_DOLLAR, "$")))
         else:
             texts.append(_in_quotes(_masked_word(word)))
             secret_flag = word if _is_secret(word) and word.startswith("-") else ""
         before = word
     return " ".join(texts)
+
+
+def is_shell_flag(word: str) -> bool:
+    """Return whether ``word`` may be the flag of a shell that a text to run follows, as ``-lc``."""
+    return _SHELL_FLAG.fullmatch(word) is not None
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:

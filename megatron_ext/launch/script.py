@@ -215,13 +215,18 @@ def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -
 
 def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the words ``argv`` without ``flags`` and their values."""
-    left: list[str] = []
+    return [argv[place] for place in left_without(argv, flags)]
+
+
+def left_without(argv: Sequence[str], flags: Sequence[str]) -> list[int]:
+    """Return the indices of the words in ``argv`` that are not ``flags`` or their values."""
+    left: list[int] = []
     is_gone = False
-    for word in argv:
+    for place, word in enumerate(argv):
         if word.startswith("--"):
             is_gone = word.split("=")[0] in flags
         if not is_gone:
-            left.append(word)
+            left.append(place)
     return left
 
 

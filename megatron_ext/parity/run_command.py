@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag, variable
-from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.command.launch_words import Launch, read_launch, shell_text_at
+from megatron_ext.launch.command.shell_text import shell_commands
 
 # Settings that keep a comparison from writing to the user's own logs and projects.
 _QUIET = ("--tensorboard-dir", "", "--wandb-project", "")
@@ -69,17 +70,19 @@ def read_run_command(words: Sequence[str]) -> RunCommand:
     Raises:
         ValueError: the words are no launch command, or a shell would have to expand them.
     """
-    for place, word in enumerate(words[1:], 1):
-        if words[place - 1] in ("-c", "-lc") and " " in word:
-            if set(word) & set(_SHELL):
-                raise ValueError(
-                    f"the command in {' '.join(words[max(0, place - 2) : place])} is for a shell "
-                    f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
-                    "before the launcher inside it for each of the two commands, then compare the "
-                    "recordings by megatron-ext parity compare"
-                )
-            return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
-    return _split(words, read_launch(words))
+    place = shell_text_at(words)
+    if place is None:
+        return _split(words, read_launch(words))
+    word = words[place]
+    if set(word) & set(_SHELL) or len(shell_commands(word)) != 1:
+        raise ValueError(
+            f"the command in {' '.join(words[max(0, place - 2) : place])} is for a shell "
+            f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
+            "before the launcher inside it for each of the two commands, then compare the "
+            "recordings by megatron-ext parity compare"
+        )
+    (inner,) = shell_commands(word)
+    return replace(read_run_command([word.text for word in inner]), shell=tuple(words[:place]))
 
 
 def _split(words: Sequence[str], launch: Launch) -> RunCommand:

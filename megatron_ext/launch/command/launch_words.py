@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ext.base.errors import without_torch
-from megatron_ext.base.secrets import masked
+from megatron_ext.base.secrets import is_shell_flag, masked
 from megatron_ext.launch.command.launchers import (
     MODULE,
     OF_MODULES,
@@ -25,6 +24,7 @@ from megatron_ext.launch.command.launchers import (
     script_behind,
 )
 from megatron_ext.launch.command.log.log_figures import LogFigures
+from megatron_ext.launch.command.shell_text import ShellWord, shell_commands
 from megatron_ext.launch.script import refuse_flags_before_script
 
 _TORCHRUN = ("torchrun", "ft_launcher")
@@ -36,6 +36,7 @@ _TORCHRUN_MODULES = (
 _PYTHON = re.compile(r"python[\d.]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "source")
+_PRINTERS = ("echo", "printf")
 SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # options of Python itself that take a value
 _ECHO = (
@@ -145,11 +146,10 @@ def _read_launch(words: Sequence[str], started: Started) -> Launch:
 
 def _read_behind(words: Sequence[str], started: Started) -> Launch:
     """Return the launch command in ``words``, which begin with other programs, such as srun."""
+    if (at := shell_text_at(words)) is not None:
+        return _read_text(words[:at], words[at], started)
     for index, word in enumerate(words):
-        if index and words[index - 1] in ("-c", "-lc") and " " in word:
-            is_shell = Path(words[index - 2]).name in _SHELLS
-            return _read_inside(words[: index - 1 - is_shell], shlex.split(word), started)
-        if index and (Path(word).name in _TORCHRUN or _PYTHON.fullmatch(Path(word).name)):
+        if index and _starts_ranks(word):
             break
         if (behind := script_behind(words[index:])) is not None:
             launch = _read_inside(words[: index + behind], words[index + behind :], started)
@@ -171,6 +171,69 @@ def _read_behind(words: Sequence[str], started: Started) -> Launch:
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
         index -= 1
     return _read_inside(words[:index], words[index:], started)
+
+
+def shell_text_at(words: Sequence[str]) -> int | None:
+    """Return the index of the text that a shell runs, in which the launch of ``words`` stands.
+
+    An example is ``srun bash -c TEXT``. None if the launch command stands in ``words`` themselves.
+    """
+    for index, word in enumerate(words):
+        if index and is_shell_flag(words[index - 1]) and len(word.split()) > 1:
+            return index
+        if _starts_ranks(word) or script_behind(words[index:]) is not None:
+            return None
+    return None
+
+
+def launch_in_text(text: str) -> tuple[ShellWord, ...]:
+    """Return the launch command among the commands in a shell's ``text``.
+
+    It is the longest that names Python, torchrun or a script: the training is not the only one.
+
+    Raises ValueError if the text is not understood.
+    """
+    commands = shell_commands(text)
+    launches = [
+        command
+        for command in commands
+        if command[0].text not in _PRINTERS
+        and any(_starts_ranks(word.text) or word.text.endswith(".py") for word in command)
+    ]
+    return max(launches or commands, key=len, default=())
+
+
+def _starts_ranks(word: str) -> bool:
+    """Return whether ``word`` is torchrun or Python."""
+    name = Path(word).name
+    return name in _TORCHRUN or _PYTHON.fullmatch(name) is not None
+
+
+def _read_text(words: Sequence[str], text: str, started: Started) -> Launch:
+    """Return the launch command in the ``text`` that a shell runs.
+
+    ``words`` begin the command: other programs, the shell and its flags.
+    """
+    try:
+        commands, chosen = shell_commands(text), launch_in_text(text)
+    except ValueError as error:
+        raise ValueError(f"the text behind {masked(words)} is not understood: {error}") from None
+    is_shell = len(words) > 1 and Path(words[-2]).name in _SHELLS
+    launch = _read_inside(words[: -1 - is_shell], [word.text for word in chosen], started)
+    exported: dict[str, str] = {}
+    ignored: list[str] = []
+    for command in commands:
+        first, *rest = (word.text for word in command)
+        if command[0].begin < chosen[0].begin and first == "export":
+            assignments = [word for word in rest if _ASSIGNMENT.fullmatch(word)]
+            exported |= {name: value for name, _, value in (a.partition("=") for a in assignments)}
+        elif command != chosen:
+            ignored += (first, *rest)
+    return replace(
+        launch,
+        environment={**exported, **launch.environment},
+        ignored=(*launch.ignored, *ignored),
+    )
 
 
 def _read_inside(programs: Sequence[str], words: Sequence[str], started: Started) -> Launch:

@@ -147,6 +147,8 @@ def read_launchers(words: Sequence[str], outer: Started) -> Started:
 
 def _programs(words: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the words of each launcher program in ``words``, from its name on."""
+    if not words:
+        return
     starts = [i for i, word in enumerate(words) if i == 0 or Path(word).name in _LAUNCHERS]
     for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
         yield words[begin:end]

@@ -6,6 +6,7 @@ megatron_ext`` if nothing else brings our flags along.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,9 +15,9 @@ from pathlib import Path
 from megatron_ext.base.secrets import masked
 from megatron_ext.base.text_file import LARGEST_SCRIPT
 from megatron_ext.config import PipelineConfig, flag, is_on_stock
-from megatron_ext.launch.command.launch_words import Launch
+from megatron_ext.launch.command.launch_words import Launch, launch_in_text, shell_text_at
 from megatron_ext.launch.command.our_flags import IMPORTS_US
-from megatron_ext.launch.script import without
+from megatron_ext.launch.script import left_without, without
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import says
 
@@ -27,6 +28,9 @@ _CHOSEN = (
     *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
     *("slices", "slice_lengths", "join_slice_weights", "post_validation"),
 )
+
+# Blanks at the end of a text, with ends of lines that go on.
+_BLANKS_AT_END = re.compile(r"(?:[ \t]|\\\n)*\Z")
 
 # Flags that act only on a schedule of megatron_ext; they are dropped together with
 # --pipeline-schedule.
@@ -51,12 +55,10 @@ def command_with(launch: Launch, written: Written) -> str:
 
 
 def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs: bool) -> list[str]:
+    if launch.words and (at := shell_text_at(words)) is not None:
+        text = _rewritten_text(words[at], launch, written, installs)
+        return [*words[:at], text, *words[at + 1 :]]
     count = len(words) - len(launch.arguments)
-    # The words of the launch are within a text for a shell: bash -c 'COMMAND'.
-    if tuple(words[count:]) != launch.arguments:
-        at = next(i for i in range(1, len(words)) if words[i - 1] in ("-c", "-lc"))
-        inner = _rewritten(shlex.split(words[at]), launch, written, installs)
-        return [*words[:at], masked(inner), *words[at + 1 :]]
     launcher = list(words[:count])
     if installs:
         at = count - (2 if launch.is_module else 1)
@@ -64,15 +66,41 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
     return [*launcher, *arguments_with(launch, written)]
 
 
+def _rewritten_text(text: str, launch: Launch, written: Written, installs: bool) -> str:
+    """Return the ``text`` of a shell with the launch in it changed, and all else as it stands."""
+    words = launch_in_text(text)
+    count = len(words) - len(launch.arguments)
+    script = words[count - (2 if launch.is_module else 1)]
+    gone, added = _changes(launch, written)
+    left = left_without([word.text for word in words[count:]], gone)
+    dropped = [word for at, word in enumerate(words[count:]) if at not in left]
+    edits = [(word.begin, word.end, "") for word in dropped]
+    edits.append((words[-1].end, words[-1].end, "".join(f" {shlex.quote(word)}" for word in added)))
+    if installs:
+        edits.append((script.begin, script.begin, "-m megatron_ext "))
+    for begin, end, replacement in sorted(edits, reverse=True):
+        before = text[:begin]
+        if begin < end:
+            before = before[: len(before) - len(_BLANKS_AT_END.search(before)[0])]  # type: ignore[index]
+        text = before + replacement + text[end:]
+    return text
+
+
 def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
     """Return the words after the script of ``launch``, with the changes ``written``."""
+    gone, added = _changes(launch, written)
+    return (*without(launch.arguments, gone), *added)
+
+
+def _changes(launch: Launch, written: Written) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the flags that leave the arguments of ``launch``, and the words that come to them."""
     gone = {*written.dropped, *(word for word in written.words if word.startswith("--"))}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
     words = (*without(launch.arguments, tuple(gone)), *written.words)
     if says(words, "schedule") or says(words, "race"):
-        return words
-    return tuple(without(words, _FOR_A_SCHEDULE))
+        return tuple(gone), written.words
+    return (*gone, *_FOR_A_SCHEDULE), without(written.words, _FOR_A_SCHEDULE)
 
 
 def _is_installed(launch: Launch) -> bool:

@@ -3,6 +3,7 @@ words."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 
@@ -70,7 +71,7 @@ from megatron_ext.launch.command.launch_words import Launch, read_launch
                 2,
                 installs=False,
                 environment={"A": "1"},
-                ignored=("cd", "/there", "&&"),
+                ignored=("cd", "/there"),
             ),
         ),
         (
@@ -216,3 +217,66 @@ def test_a_shell_script_before_the_launcher_is_left_out() -> None:
     words = ("./bind.sh", "python", "x.py", "--a")
     found = Launch("x.py", False, ("--a",), installs=False, ignored=("./bind.sh",), words=words)
     assert read_launch(words) == found
+
+
+LAUNCH = Launch("x.py", False, ("--a", "1"), installs=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("python x.py --a 1", LAUNCH),
+        ("python x.py --a 1 2>&1 | tee log", replace(LAUNCH, ignored=("tee", "log"))),
+        ("python x.py --a 1 > out 2> err &", LAUNCH),
+        ("python x.py --a 1 &>> out", LAUNCH),
+        ("python x.py --a 1 > >(tee out) # a note: python y.py --a 2", LAUNCH),
+        ("python \\\n  x.py \\\n  --a 1 \\\n", LAUNCH),
+        ("set -e\nexport A=1 B=$C\npython x.py --a 1\n", ("A", "B")),
+        ("(A='x y' exec python x.py --a 1); rm x.py", ("A",)),
+        # The training has more words than the commands around it, whatever their order.
+        ("pip install . && python z.py && python x.py --a 1 && python y.py", LAUNCH),
+        ("echo python x.py --a 1 --b 2; python x.py --a 1", LAUNCH),
+    ],
+)
+def test_a_launch_in_a_shells_text(text: str, expected: Launch | tuple[str, ...]) -> None:
+    """Story: `doctor -- bash -c '...'` ended with "zip() argument 2 is longer than argument 1", and
+    behind srun a pipe's words were arguments of the script."""
+    for before in (["bash", "-c"], ["srun", "sh", "-lc"], ["B=1", "bash", "-exc"]):
+        launch = read_launch([*before, text])
+        assert (launch.script, launch.arguments) == ("x.py", ("--a", "1")), before
+        if isinstance(expected, Launch):
+            assert (
+                launch.ignored[-len(expected.ignored) or len(launch.ignored) :] == expected.ignored
+            )
+        else:
+            assert set(launch.environment) - {"B"} == set(expected) - {"B"}
+            assert expected != ("A",) or launch.environment["A"] == "x y"
+
+
+def test_variables_of_a_shells_text_are_not_expanded() -> None:
+    text = (
+        'python x.py --a "$(cat "a b")" --b ${B:-"c d"} --c `date +%s` '
+        "--d '[0, 1]' --e $((1 + 2))"
+    )
+    assert read_launch(["bash", "-c", text]).arguments == (
+        *("--a", '$(cat "a b")'),
+        *("--b", '${B:-"c d"}'),
+        *("--c", "`date +%s`"),
+        *("--d", "[0, 1]"),
+        *("--e", "$((1 + 2))"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("python x.py --a 'b", "a quote ' is not closed"),
+        ('python x.py --a "b', 'a quote " is not closed'),
+        ("python x.py --a $(b", "a bracket ( is not closed"),
+    ],
+)
+def test_a_shells_text_that_is_not_closed_is_refused(text: str, why: str) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape(f"the text behind bash -c is not understood: {why}")
+    ):
+        read_launch(["bash", "-c", text])
