@@ -152,6 +152,19 @@ def test_a_line_of_a_log_may_have_a_rank_or_a_time_before_it() -> None:
         assert log.different == ()
 
 
+def test_blanks_at_the_end_of_a_line_are_no_part_of_a_value() -> None:
+    """Story: a terminal's copy pads lines, and `bf16` was "True  ": doctor and plan took another
+    training."""
+    padded = [line.ljust(80) for line in block(bf16=True, swiglu=False).splitlines()]
+    log = read_log(padded)
+    assert log.arguments == {
+        "world_size": "8",
+        "num_layers": "4",
+        "bf16": "True",
+        "swiglu": "False",
+    }
+
+
 def test_the_first_whole_block_counts_and_others_are_compared() -> None:
     first, second = block(num_layers=4, lr=0.1), block(num_layers=6, lr=0.1)
     cut = "\n".join(block(num_layers=5).splitlines()[:2])

@@ -176,7 +176,7 @@ def _arguments(text: str) -> Iterator[tuple[str, str]]:
     for found in _INDENTED.finditer(text, 0, _BEFORE):
         argument = _ARGUMENT.match(text, found.start())
         if argument and len(argument[2]) == max(_COLUMN - len(argument[1]), 0):
-            yield argument[1], argument[3]
+            yield argument[1], argument[3].rstrip()
             return
 
 
