@@ -25,6 +25,7 @@ _COUNTS = (  # arguments of Megatron that must be at least 1
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *(CHUNKS, LAYERS_OF_CHUNK, *ENDS, "microbatch_group_size_per_vp_stage"),
     *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    "log_interval",  # Megatron divides by it after the first step
 )
 _FLAGS = {
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage"

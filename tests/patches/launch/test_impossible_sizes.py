@@ -95,6 +95,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, object], str]] = {
         {"microbatch_group_size_per_virtual_pipeline_stage": 0},
         "--microbatch-group-size-per-virtual-pipeline-stage 0: ",
     ),
+    "no iteration between lines": ({"log_interval": 0}, "--log-interval 0: there must be"),
     "recompute without an end": (
         {
             "recompute_granularity": "full",
