@@ -239,14 +239,17 @@ def remarks_on(args: Any, config: PipelineConfig) -> list[LaunchRemark]:
     return [remark for feature in features_of(config, args) for remark in feature.remarks(args)]
 
 
-def complete_arguments(args: Any, config: PipelineConfig) -> None:
+def complete_arguments(args: Any, config: PipelineConfig) -> list[str]:
     """Set the values that the features of ``config`` need in Megatron's validated ``args``.
+
+    Returns:
+        What the log of a training says of the changes.
 
     Raises:
         ValueError: ``args`` do not work with a feature.
     """
-    for feature in features_of(config, args):
-        feature.complete_arguments(args, config)
+    changes = [feature.complete_arguments(args, config) for feature in features_of(config, args)]
+    return [change for change in changes if change is not None]
 
 
 def programs(

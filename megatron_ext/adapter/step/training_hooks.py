@@ -54,12 +54,16 @@ class TrainingHooks:
         raise NotImplementedError
 
     @classmethod
-    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> None:
+    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> str | None:
         """Set the values that the feature needs in Megatron's validated ``args``.
+
+        Returns:
+            What the log of a training says of the change; None if nothing is to be said.
 
         Raises:
             ValueError: ``args`` do not work with the feature.
         """
+        return None
 
     @classmethod
     def check_arguments(cls, args: Any, ours: PipelineConfig) -> None:

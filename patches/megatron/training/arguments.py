@@ -46,7 +46,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
         try:
             args = validated(args, config, lambda args: original(args, defaults), tells=True)
-            complete_arguments(args, config)
+            for change in complete_arguments(args, config):
+                if args.rank == 0:
+                    logger.info(change)
             # Megatron pads the vocabulary only after it has built the tokenizer.
             padded = copy.copy(args)
             check_batches(padded, config, lambda: settle_vocabulary(padded, config))

@@ -987,6 +987,19 @@ def test_a_file_of_arguments(tmp_path: Path) -> None:
     assert "did you mean num_layers?" in result.output
 
 
+def test_json_has_no_lines_of_a_trainings_log() -> None:
+    """Story: over three ranks a vocabulary of 32,000 is padded otherwise. The line that a training
+    logs of it stood before the JSON of doctor, and more than a hundred before that of plan."""
+    flags = model_flags(
+        **FLAGS | {"pipeline_model_parallel_size": 3, "num_layers": 6, "vocab_size": 32000},
+        pipeline_vocab_parallel=1,
+        make_vocab_size_divisible_by=128,
+    )
+    result = CliRunner().invoke(app, ["doctor", "--json", "--", str(SCRIPT), *flags])
+    findings = json.loads(result.stdout)["findings"]
+    assert "NullTokenizer loads, 32256 tokens padded" in {found["text"] for found in findings}
+
+
 def test_what_is_assumed_of_a_gpu_is_said() -> None:
     report = checked(tensor_model_parallel_size=2)
     remarks = told(report, Severity.REMARK)

@@ -47,8 +47,8 @@ class VocabularyHooks(TrainingHooks):
 
     @override
     @classmethod
-    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> None:
-        pad_vocabulary(args)
+    def complete_arguments(cls, args: Any, ours: PipelineConfig) -> str | None:
+        return pad_vocabulary(args)
 
     @override
     def check_call(self, call: Call) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_ext.base.logger import logger
 from megatron_ext.features.vocabulary.adapter.vocabulary_rows import check_divisible
 
 
-def pad_vocabulary(args: Any) -> None:
+def pad_vocabulary(args: Any) -> str | None:
     """Set the padding of the vocabulary to a multiple of 2 x pipeline x tensor-parallel ranks.
 
     (Yeung et al. 2024.)
+
+    Returns:
+        A line on another padding than Megatron's; None if it is Megatron's.
 
     Raises:
         ValueError: the vocabulary cannot be sharded.
@@ -28,7 +30,7 @@ def pad_vocabulary(args: Any) -> None:
     # A padded size that the user or the checkpoint has set is checked, not changed.
     if given is not None:
         check_divisible(given, shards)
-        return
+        return None
     if args.vocab_size is not None and args.vocab_size < shards:
         raise ValueError(
             f"--vocab-size {args.vocab_size} cannot be split over {shards} ranks (pipeline x "
@@ -41,8 +43,9 @@ def pad_vocabulary(args: Any) -> None:
     if args.vocab_size is not None:
         sizes = [math.ceil(args.vocab_size / size) * size for size in sizes]
         words = ""
-    if sizes[0] != sizes[1] and args.rank == 0:
-        logger.info(
-            f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
-            f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
-        )
+    if sizes[0] == sizes[1]:
+        return None
+    return (
+        f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
+        f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
+    )
