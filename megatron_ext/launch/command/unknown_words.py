@@ -67,7 +67,11 @@ def unknown_words(
     others: list[str] = []
     for word in unknown:
         name = word.split("=")[0]
-        if not name.startswith("--"):
+        if word.lstrip().startswith("--") and (len(name.split()) > 1 or " --" in word.lstrip()):
+            text = f"{name.split()[0]} and what follows it are one word, which is no flag"
+            fix = 'a shell splits $ARGS at its blanks, and "$ARGS" not: drop the quotes around it'
+            yield WordFinding("wrong", text, fix)
+        elif not name.startswith("--"):
             before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
             if not any(other in unknown for other in before):
                 text = f"{word!r} belongs to no flag"

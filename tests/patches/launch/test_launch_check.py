@@ -226,6 +226,9 @@ def test_nothing_is_left_behind() -> None:
             "flags",
             "write --step-batch-size-schedule='0:160 2.4B:320', quoted for the shell,",
         ),
+        # ARGS in quotes, "$ARGS", was "no flag; drop it, unless the script adds it".
+        ({}, ("--bf16 --lr 1",), "flags", "--bf16 and what follows it are one word"),
+        ({}, ("\n    --lr=1\n    --bf16\n",), "flags", "--lr and what follows it are one word"),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
         ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
         ({"num_layers": 6}, (), "schedule", "6 layers cannot be split evenly over 8 stages"),
