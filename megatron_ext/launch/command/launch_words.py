@@ -114,6 +114,10 @@ def read_launch(words: Sequence[str]) -> Launch:
         ValueError: the words are no such command, torchrun refuses its own flags, or flags stand
             before the script.
     """
+    if not words:
+        raise ValueError("there is no launch command: write one, behind --")
+    if len(words) == 1 and len(words[0].split()) > 1:
+        raise ValueError("quotes make one word of the launch command: drop the quotes around it")
     launch = replace(_read_launch(words, Started()), words=tuple(words))
     for word in (launch.script, *launch.arguments[:1]):
         if word.startswith("$"):

@@ -169,7 +169,7 @@ def test_a_flag_before_the_script(launcher: str) -> None:
     [
         ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch command"),
         ("srun -N 2 prog", "'srun -N 2' begins no launch command: begin with SCRIPT.py"),
-        ("", "begins no launch command"),
+        ("", "there is no launch command"),
         ("torchrun --nproc-per 2 --no-such x.py", "torchrun does not accept its flags: "),
     ],
 )
@@ -265,6 +265,14 @@ def test_variables_of_a_shells_text_are_not_expanded() -> None:
         *("--d", "[0, 1]"),
         *("--e", "$((1 + 2))"),
     )
+
+
+@pytest.mark.parametrize("word", ["torchrun --nproc-per-node 4 x.py", "A=1 python x.py --a 1"])
+def test_a_command_in_quotes_is_told_to_drop_them(word: str) -> None:
+    """Story: "'' begins no launch command" was the answer to a command that was quoted as a whole
+    and began with an assignment."""
+    with pytest.raises(ValueError, match="drop the quotes around it"):
+        read_launch([word])
 
 
 @pytest.mark.parametrize(
