@@ -19,6 +19,7 @@ from megatron_ext.commands.jobs.job_argument import JobKind, launch_of
 from megatron_ext.commands.jobs.job_sizes import JobSizes
 from megatron_ext.commands.jobs.plan_options import CheckedPlan
 from megatron_ext.commands.options import UNIT
+from megatron_ext.compile.program.memory import bytes_for
 from megatron_ext.config import ESTIMATE, OVERLAP, PREFIX, CostsSource, flag
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import (
@@ -183,8 +184,15 @@ def _of_sizes(checked: CheckedPlan, sizes: JobSizes, traced: _Traced) -> Trainin
     )
     if model is not None:
         return _of_model(training, model, sizes, checked, traced)
-    training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
-    return training_job_of(training)
+    given = training.costs or partial(parse_costs, UNIT)
+    if checked.limit is not None and checked.limit.bytes is not None:
+        try:
+            on_a_line = given(line(sizes.pp))
+        except ValueError:  # a file of costs may be for schedules with more stages
+            pass
+        else:
+            bytes_for(checked.limit, on_a_line)
+    return training_job_of(replace(training, costs=given))
 
 
 def _of_model(

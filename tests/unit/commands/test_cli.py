@@ -215,6 +215,8 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
         (("plan", "pp=4,m=8", "--memory-limit", ""), "memory limit ''"),
+        # The error said to raise the limit to the least that reasons name, and none named one.
+        (("plan", "pp=4,m=8", "--memory-limit", "1GiB"), "error: the memory limit is 1GiB, but"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "-5"), "'--certify'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "nan"), "'--certify'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--steps", "0"), "'--steps'"),
