@@ -1,5 +1,5 @@
 """Hooks of all tests: the order in which files run, the cores that processes share, checks of marks
-and skips, short searches, and when garbage is collected."""
+and skips, short searches, one thread of torch, and when garbage is collected."""
 
 from __future__ import annotations
 
@@ -126,3 +126,11 @@ def small_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best, "effort", small_effort)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Limit torch to one thread. With more, its threads would wait actively for longer than the
+    small tensors of a test take."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

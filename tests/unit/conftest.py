@@ -1,9 +1,8 @@
-"""Fixtures of tests without ranks: a cache folder of their own, quick searches, one thread of
-torch, and the figures that a test draws."""
+"""Fixtures of tests without ranks: a cache folder of their own, quick searches, and the figures
+that a test draws."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,14 +30,6 @@ def packs_fast(small_searches: None) -> Iterator[None]:
         patch.setattr(best, "effort", same_effort)
         patch.setattr(pack, "packer", fast_packer)
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Limit torch to one thread. With more, its threads would wait actively for longer than the
-    small tensors of a test take."""
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)
 
 
 @pytest.fixture
