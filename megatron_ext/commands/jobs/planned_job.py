@@ -89,11 +89,12 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
     }
     words = [word for name, value in settings.items() for word in (flag(name), value)]
     launch, file, values = None, None, dict[str, Any]()
+    ranks: int | None
     if job.kind is JobKind.ARGUMENTS:
         ours = [word for word in job.words if word != OVERLAP]
         from_argv(ours)  # refuses flags that have no effect on any schedule
         file = read_arguments_file(Path(job.word))
-        values = dict(file.values)
+        values, ranks = dict(file.values), file.world_size
         in_launch = {name.removeprefix(PREFIX): value for name, value in values.items()} | given_in(
             ours
         )
@@ -102,6 +103,7 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
         words = [*ours, *words]
     else:
         launch = launch_of(job)
+        ranks = launch.world_size
         in_launch = given_in(launch.arguments)
         if not gpus and launch.gpu is not None:
             gpus = parse_gpus(launch.gpu)
@@ -112,11 +114,15 @@ def launch_request(checked: CheckedPlan) -> LaunchRequest:
                 f"{option} {value} counts, not {flag(name)} {in_launch[name]} of the {job.kind}",
                 err=True,
             )
+    if options.world_size is not None and ranks not in (None, options.world_size):
+        typer.echo(
+            f"--world-size {options.world_size} counts, not {ranks} of the {job.kind}", err=True
+        )
     return LaunchRequest(
         launch=launch,
         values=values,
         config=None if file is None else file.path,
-        world_size=options.world_size or (None if file is None else file.world_size),
+        world_size=options.world_size or ranks,
         gpu=reference_of(gpus) if gpus else None,
         settings=tuple(words),
         reserved=traced.reserved,

@@ -173,6 +173,9 @@ def _check(
     args = _parsed(report, launch, script, megatron_arguments)
     if args is None:
         return
+    if world_size is not None and launch.world_size not in (None, world_size):
+        text = f"--world-size {world_size} counts, not {launch.world_size}, which the launch has"
+        report.add(Severity.REMARK, "world size", text)
     ranks = _check_world_size(report, args, world_size or launch.world_size, megatron_arguments)
     report.findings += check_rank_variables(launch, script)
     if (source := _other_source(args)) is not None:

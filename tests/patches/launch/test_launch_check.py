@@ -301,6 +301,17 @@ def test_a_world_size_that_does_not_divide() -> None:
     assert any("4 ranks assumed" in text for text in told(checked(), Severity.REMARK))
 
 
+def test_a_world_size_that_overrules_the_launchers_says_so() -> None:
+    """Story: `doctor --world-size 16 train.log` showed that 8 ranks were read and that there are 16
+    ranks, and not which of the two it took."""
+    words = tuple(model_flags(**FLAGS))
+    launch = Launch(str(SCRIPT), False, words, world_size=8, installs=True)
+    for ranks, said in ((16, True), (8, False), (None, False)):
+        remarks = told(check_launch(launch, ranks, None), Severity.REMARK)
+        text = "world size: --world-size 16 counts, not 8, which the launch has; "
+        assert (text in remarks) is said
+
+
 @pytest.mark.parametrize(
     ("command", "variable"),
     [

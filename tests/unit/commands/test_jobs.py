@@ -264,3 +264,10 @@ def test_an_option_that_overrules_a_setting_of_the_launch_says_so(
         assert request.settings[-2:] == ("--pipeline-memory-limit", "4")
         error = capsys.readouterr().err
         assert said in error and bool(error) == bool(said)
+    file.write_text('{"world_size": 8}')
+    command = ("torchrun", "--nproc-per-node", "8", "x.py")
+    for job in (job_of(str(file)), job_of(command=command)):
+        for ranks in (8, 16):
+            request = launch_request(check_plan(job, PlanOptions(world_size=ranks)))
+            said = f"--world-size 16 counts, not 8 of the {job.kind}\n" if ranks == 16 else ""
+            assert request.world_size == ranks and capsys.readouterr().err == said
