@@ -202,7 +202,11 @@ def launch_in_text(text: str) -> tuple[ShellWord, ...]:
         command
         for command in commands
         if command[0].text not in _PRINTERS
-        and any(_starts_ranks(word.text) or word.text.endswith(".py") for word in command)
+        and any(
+            _starts_ranks(part) or part.endswith(".py")
+            for word in command
+            for part in word.text.split()  # a word may be the text of another shell
+        )
     ]
     return max(launches or commands, key=len, default=())
 

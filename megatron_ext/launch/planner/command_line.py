@@ -69,6 +69,10 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
 def _rewritten_text(text: str, launch: Launch, written: Written, installs: bool) -> str:
     """Return the ``text`` of a shell with the launch in it changed, and all else as it stands."""
     words = launch_in_text(text)
+    if (at := shell_text_at([word.text for word in words])) is not None:  # a shell in a shell
+        word = words[at]
+        inner = _rewritten_text(word.text, launch, written, installs)
+        return text[: word.begin] + shlex.quote(inner) + text[word.end :]
     count = len(words) - len(launch.arguments)
     script = words[count - (2 if launch.is_module else 1)]
     gone, added = _changes(launch, written)

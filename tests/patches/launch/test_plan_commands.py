@@ -321,6 +321,11 @@ def test_a_command_is_written_anew(before: str, after: str) -> None:
             "torchrun -m megatron_ext x.py \\\n  --lr 1 --pipeline-schedule zb-v \\\n",
         ),
         (
+            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python x.py --lr 1 | tee o' && rm x",
+            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python -m megatron_ext x.py --lr 1 "
+            "--pipeline-schedule zb-v | tee o' && rm x",
+        ),
+        (
             "python -m x; echo done",
             "python -m megatron_ext -m x --pipeline-schedule zb-v; echo done",
         ),
