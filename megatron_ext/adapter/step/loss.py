@@ -37,6 +37,9 @@ def loss_with_gradient(
     Returns:
         The gradient of the scaled loss by ``output`` (None in an evaluation), and the number of
         tokens.
+
+    Raises:
+        ValueError: the loss was computed from another tensor than the output.
     """
     # Megatron's forward_step_calc_loss stops this timer, so it must run.
     if config.timers is not None:
@@ -58,4 +61,11 @@ def loss_with_gradient(
         return None, tokens
     schedules.deallocate_output_tensor(loss, config.deallocate_pipeline_outputs)
     gradient = schedules.backward_step(leaf, loss, None, config)
-    return torch.zeros_like(leaf) if gradient is None else gradient, tokens
+    if gradient is None:
+        raise ValueError(
+            "the loss function returned a loss that does not depend on the output it was given, as "
+            "if forward_step_func had computed it: with --pipeline-slices and "
+            "--pipeline-vocab-parallel the output of a whole microbatch exists only when the loss "
+            "function is called; compute the loss from its argument, or drop these flags"
+        )
+    return gradient, tokens

@@ -153,6 +153,14 @@ class ModelStage:
             )
         self.tokens += tokens
         if self._has_loss:
+            if not output.requires_grad:
+                raise ValueError(
+                    "the loss function returned a loss that does not depend on the output it was "
+                    "given, as if forward_step_func had computed it: with --pipeline-recompute the "
+                    "forward pass of forward_step_func has no gradients, and the loss function "
+                    "gets the recomputed output; compute the loss from its argument, or drop "
+                    "--pipeline-recompute"
+                )
             (self.losses[place],) = losses
         else:
             self._free(output)  # the output of R is not needed, as the equal output of F was sent

@@ -26,6 +26,7 @@ from megatron_ext.adapter.step.checkpointed_forward import (
     hooked_around_layers,
     recomputing,
 )
+from megatron_ext.adapter.step.repeatable_call import Autocast
 
 
 def decoder_to_recompute(
@@ -60,6 +61,7 @@ class RecomputedDecoder:
         self._is_quantised = is_quantised
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._random_states: RandomStates = ()
+        self._autocast = Autocast({})  # state in F
         self._input = self._output = torch.empty(0)
 
     @contextlib.contextmanager
@@ -80,7 +82,7 @@ class RecomputedDecoder:
 
     def recompute(self) -> None:
         """Run the decoder a second time, with gradients, in the recompute pass R."""
-        with recomputing(self._random_states, self._is_quantised):
+        with self._autocast.restored(), recomputing(self._random_states, self._is_quantised):
             self._output = self._run(self._input)
 
     def first(self) -> Tensor:
@@ -100,7 +102,7 @@ class RecomputedDecoder:
     def _first(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Tensor:
         decoder = self._decoder
         given = hidden_states if decoder.pre_process else decoder.input_tensor
-        self._call = args, kwargs
+        self._call, self._autocast = (args, kwargs), Autocast.now()
         self._input = given.detach().requires_grad_(given.requires_grad)
         # The decoder's input may require no gradient although its weights do. The additional empty
         # tensor makes autograd run the backward function in any case.

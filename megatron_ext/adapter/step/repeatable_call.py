@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,50 @@ _FORWARD = inspect.signature(GPTModel.forward)
 
 
 @dataclass(frozen=True)
+class Autocast:
+    """State of torch's autocast, which a forward_step_func may enable around its call of the model.
+
+    Attributes:
+        types: by kind of device, the type in which autocast computes; None if it is disabled.
+    """
+
+    types: dict[str, torch.dtype | None]
+
+    @staticmethod
+    def now() -> Autocast:
+        """Return the present state."""
+        return Autocast(
+            {
+                device: torch.get_autocast_dtype(device)
+                if torch.is_autocast_enabled(device)
+                else None
+                for device in ("cuda", "cpu")
+            }
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context in which autocast has this state again."""
+        present = Autocast.now().types
+        with ExitStack() as changed:
+            for device, dtype in self.types.items():
+                if dtype != present[device]:
+                    is_on = dtype is not None
+                    changed.enter_context(torch.autocast(device, dtype, enabled=is_on))
+            yield
+
+
+@dataclass(frozen=True)
 class ModelCall:
-    """Call of the model by a forward_step_func: its arguments, and the loss function returned."""
+    """Call of the model by a forward_step_func: its arguments, and the loss function returned.
+
+    A repetition runs under the ``autocast`` of the first call.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss_func: Callable[..., Any]
+    autocast: Autocast = field(default_factory=Autocast.now)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -35,7 +73,8 @@ class ModelCall:
 
     def repeat(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
         """Call ``model`` with the recorded arguments, as a forward_step_func does."""
-        return model(*self.args, **self.kwargs), self.loss_func
+        with self.autocast.restored():
+            return model(*self.args, **self.kwargs), self.loss_func
 
 
 class RepeatableCall:
@@ -47,7 +86,7 @@ class RepeatableCall:
     def __init__(self, forward_step_func: Callable[..., Any], flag: str) -> None:
         self._forward_step_func = forward_step_func
         self._flag = flag
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Autocast]] = []
         self._outputs: list[Any] = []
         self._loss_func: Any = None
 
@@ -61,7 +100,7 @@ class RepeatableCall:
 
             def begin(model: torch.nn.Module, args: Any, kwargs: Any) -> None:
                 self._refuse_gradients((*args, *kwargs.values()))
-                self._calls.append((args, kwargs))
+                self._calls.append((args, kwargs, Autocast.now()))
                 within.enter_context(self._around())
 
             def end(model: torch.nn.Module, args: Any, output: Any) -> None:
@@ -86,8 +125,8 @@ class RepeatableCall:
     @property
     def call(self) -> ModelCall:
         """Recorded call of the model, available after the forward_step_func has run."""
-        ((args, kwargs),) = self._calls
-        return ModelCall(args, kwargs, self._loss_func)
+        ((args, kwargs, autocast),) = self._calls
+        return ModelCall(args, kwargs, self._loss_func, autocast)
 
     def _around(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called; subclasses override it."""

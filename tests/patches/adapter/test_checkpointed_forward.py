@@ -185,6 +185,39 @@ def test_what_cannot_run_again_is_refused(step: Callable[..., Any], text: str) -
     assert not checkpointed_forward.is_on and torch.is_grad_enabled()
 
 
+def test_a_loss_of_the_first_run_is_refused() -> None:
+    """A forward_step_func may compute its loss by itself, from the output that it got. The first
+    run's output has no gradient, so such a loss trained nothing, and an assertion failed."""
+
+    def computed(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any]:
+        output = model(next(iterator), scale=1.0)
+        loss = output.mean()
+        return output, lambda unused: (loss, {"loss": loss.item()})
+
+    with pytest.raises(ValueError, match="does not depend on the output it was given"):
+        Job({0, 1, 2}, computed).run()
+
+
+def test_it_runs_again_under_the_callers_autocast() -> None:
+    """A recomputed pass computes in the type of the first one. A forward_step_func may call the
+    model within torch's autocast, which the second run did not enter."""
+    types: list[torch.dtype] = []
+
+    class Noting(Model):
+        def forward(self, tokens: Tensor, *, scale: float) -> Tensor:
+            types.append((self.x @ self.weight).dtype)
+            return super().forward(tokens, scale=scale)
+
+    def within(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(next(iterator), scale=1.0), job.loss
+
+    job = Job({0, 2}, within)
+    job.model.__class__ = Noting
+    job.run()
+    assert types == [torch.bfloat16] * 5
+
+
 @pytest.fixture
 def patched() -> Iterator[None]:
     config = PipelineConfig()

@@ -46,6 +46,8 @@ from megatron_ext.adapter.slices.context_parallel import cut_by_slices
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut_to_slice
 from megatron_ext.adapter.slices.slice_attention import attend_with_transformer_engine
+from megatron_ext.adapter.step.loss import loss_with_gradient
+from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
@@ -72,6 +74,7 @@ from megatron_ext.schedule.problem import Problem, ScheduleOptions
 from megatron_ext.schedule.slices import Slices
 from tests.helpers import context_parallel
 from tests.helpers.accepting import accepts
+from tests.helpers.callers import small_config
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
@@ -425,6 +428,28 @@ def test_ranks_that_share_sequences_have_part_of_each_slice(
                 assert relative(*losses) < 1e-6, name
             for parameter, gradient in got[1].items():
                 assert relative(gradient, expected[1][parameter]) < 2e-6, f"{name}: {parameter}"
+
+
+def test_a_loss_that_does_not_depend_on_its_output_is_refused() -> None:
+    """A loss function that ignores its argument is refused. A forward_step_func may have computed
+    the loss by itself, of the first slice alone, and the model trained on no other token."""
+    call = StepCall(print, 1, False, False, None, False, 1)
+    config = small_config(1, 1)
+    early = torch.ones(1, 8, requires_grad=True)
+
+    def gradient_of(loss: Callable[[Tensor], Tensor]) -> Tensor | None:
+        def loss_function(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            return loss(output), {}
+
+        output, model = torch.ones(1, 16), torch.nn.Identity()
+        gradient, _ = loss_with_gradient(output, loss_function, model, config, call, [])
+        return gradient
+
+    for loss in (lambda output: early.mean(), lambda output: output.detach().mean()):
+        with pytest.raises(ValueError, match="compute the loss from its argument, or drop"):
+            gradient_of(loss)
+    gradient = gradient_of(torch.mean)
+    assert gradient is not None and gradient.unique().tolist() == [1 / 16]
 
 
 def test_a_batch_that_was_cut_otherwise_is_refused() -> None:

@@ -311,6 +311,11 @@ def scaled(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     return output * 2, loss
 
 
+def autocast(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return forward_step(data, model)
+
+
 class Custom(GPTModel):
     pass
 
@@ -327,6 +332,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "calls the model once .* called the model 2 times",
     ),
     "the output is changed": (lambda: step(build(), scaled), "returns its output unchanged"),
+    "another precision": (
+        lambda: step(build(), autocast),
+        "calls the model within torch.autocast",
+    ),
     "no labels": (
         lambda: step(build(), partial(forward_step, labels=None)),
         "called with labels on the stage that has the loss",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.step.loss import loss_with_gradient
 from megatron_ext.adapter.step.model_stage import ModelStage
-from megatron_ext.adapter.step.repeatable_call import ModelCall
+from megatron_ext.adapter.step.repeatable_call import Autocast, ModelCall
 
 _UNTRIED = ("decoder_input", "inference_context", "inference_params")
 
@@ -35,10 +35,12 @@ class StandIn:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.autocasts = False  # whether a call was made within torch's autocast
         self.output = torch.empty(0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls.append((args, kwargs))
+        self.autocasts |= any(Autocast.now().types.values())
         return self.output
 
     def __getattr__(self, name: str) -> Any:
@@ -114,6 +116,13 @@ class EndStage(ModelStage):
                 "and returns its output unchanged; this forward_step_func has called the model "
                 f"{len(stand_in.calls)} times and returned {type(output).__name__}: change "
                 "the output in the loss function, or drop --pipeline-vocab-parallel"
+            )
+        if stand_in.autocasts:
+            raise ValueError(
+                "--pipeline-vocab-parallel does not go with a forward_step_func that calls the "
+                "model within torch.autocast: passes of the schedule compute the logits outside of "
+                "it, in another precision; build the model in bf16, or drop "
+                "--pipeline-vocab-parallel"
             )
         ((args, kwargs),) = stand_in.calls
         call = ModelCall(args, kwargs, loss_func)
