@@ -105,7 +105,8 @@ class TransportBase:
             expected = f"{dtype}" if shape is None else f"{dtype} of shape {shape}"
             raise ValueError(
                 f"{action} has a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}, but "
-                f"messages between the stages of this pipeline have {expected}"
+                f"messages between the stages of this pipeline have {expected}: set pipeline_dtype "
+                "to the type of stages' outputs, and variable_seq_lengths if their shapes differ"
             )
         return tensor.detach().contiguous()
 

@@ -6,8 +6,9 @@ Losses and gradients are those of the separate sequences in Megatron's own unpat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -145,12 +146,14 @@ def test_padding_is_no_longer_than_a_sequence() -> None:
 
 
 def test_groups_may_be_a_tensor() -> None:
-    """Groups may be given as a tensor. As dictionary keys, elements of a tensor equal only
-    themselves, so no prompt was shared."""
+    """Groups may be given as a tensor, or as its elements. As dictionary keys, elements of a tensor
+    equal only themselves, so no prompt was shared."""
     numbers = [torch.tensor(figures) for figures in ([12, 10, 11], [8, 8, 8], [5, 5, 5])]
     given: Any = SharedPromptBatch
     batch = given(*numbers, 1, torch.device("cpu"))
     assert batch.position_ids.shape == (1, 7 + 5 + 3 + 4)
+    in_a_list = given([12, 10, 11], [8, 8, 8], list(numbers[2]), 1, torch.device("cpu"))
+    assert in_a_list.position_ids.shape == batch.position_ids.shape
     with pytest.raises(ValueError, match="are on meta, and each pass would wait"):
         given(*(number.to("meta") for number in numbers), 1, torch.device("cpu"))
 
@@ -496,6 +499,7 @@ def test_transformer_engine_gets_each_answer_behind_its_prompt() -> None:
         ([5, 6], [3, 4], "aa", "sequence 1 of group 'a' has a prompt of 4 .* has one of 3"),
         ([5, 6], [3], [0, 0], "2 lengths, 1 prompts and 2 groups are given"),
         ([], [], [], "0 lengths"),
+        ([5, 6], [3, 3], [[7], [7]], "cannot be compared by a dictionary: give each sequence the"),
     ],
 )
 def test_sequences_that_are_refused(
@@ -511,6 +515,8 @@ def test_prompts_that_differ_are_refused() -> None:
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
     shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5]]))
+    # a value that is no number, such as that of a token that does not count, is equal to itself
+    shared.once(torch.tensor([[1.0, torch.nan, 3, 4, 1, torch.nan, 3, torch.nan]]))
     # the last token of a prompt belongs to each sequence
     shared.once(torch.tensor([[1, 2, 3, 4, 1, 2, 9, 5]]))
     with pytest.raises(ValueError, match="prompts that differ: give sequences with different"):
@@ -600,6 +606,40 @@ def test_models_with_other_attention_and_passes_in_pairs_are_refused() -> None:
                 model.build_schedule_plan(*call, packed_seq_params=shared.packed_seq_params)
 
     with apply(cpu.patches()):
+        values(run_ranks(1, on_rank))
+
+
+def test_tensors_of_another_length_than_the_row_are_refused() -> None:
+    """A model that is called with the tokens of the separate sequences is refused, and so is a
+    stage that receives another number of rows. Attention computed nothing behind the row, and the
+    training went on with what was in memory."""
+
+    def on_rank(rank: int) -> None:
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+        model: Any = build(Case())
+        with patched():
+            shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
+            all_tokens = torch.zeros(1, 8, dtype=torch.long)
+            tokens, packed = shared.once(all_tokens), shared.packed_seq_params
+            call = partial(model, attention_mask=None, packed_seq_params=packed)
+            positions = shared.position_ids
+            with pytest.raises(ValueError, match=r"input_ids of 8 tokens: .* once\(input_ids\)"):
+                call(all_tokens, positions, labels=tokens)
+            with pytest.raises(ValueError, match="position_ids of 8 tokens: call it with position"):
+                call(tokens, all_tokens, labels=tokens)
+            with pytest.raises(ValueError, match=r"row of 6 tokens, .* labels of 8 tokens"):
+                call(tokens, positions, labels=all_tokens)
+            model.pre_process = model.decoder.pre_process = False
+            for rows in (8, 6):
+                model.set_input_tensor([torch.zeros(rows, 1, model.config.hidden_size)])
+                refused = pytest.raises(
+                    ValueError, match=r"received 8 .* variable_seq_lengths=True"
+                )
+                with refused if rows == 8 else nullcontext():
+                    call(all_tokens, all_tokens, labels=tokens)
+
+    with apply(cpu.patches()), shared_prompts_on_the_cpu():
         values(run_ranks(1, on_rank))
 
 

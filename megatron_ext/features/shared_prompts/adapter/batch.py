@@ -60,7 +60,9 @@ class SharedPromptBatch:
         """
         self._check("once", tensor, len(self._places))
         row = tensor.index_select(1, self._sources)
-        is_same = (row.index_select(1, self._places) == tensor).all()
+        shared = row.index_select(1, self._places)
+        both_nan = (shared != shared) & (tensor != tensor)
+        is_same = ((shared == tensor) | both_nan).all()
         message = "share_prompts: sequences of one group have prompts that differ"
         if tensor.is_cuda:
             torch._assert_async(is_same, message)
@@ -87,15 +89,15 @@ class SharedPromptBatch:
 
 
 def _numbers(given: Any) -> Any:
-    """Return ``given`` as a list of numbers if it is a tensor.
+    """Return ``given`` as a list of numbers if it is a tensor, or a list of tensors.
 
     Elements of a tensor could not be keys: each is equal only to itself in a dictionary.
 
     Raises:
-        ValueError: the tensor is on a GPU, for which the host would wait within a pass.
+        ValueError: a tensor is on a GPU, for which the host would wait within a pass.
     """
     if not isinstance(given, Tensor):
-        return given
+        return [_numbers(one) if isinstance(one, Tensor) else one for one in given]
     if given.device.type != "cpu":
         raise ValueError(
             f"share_prompts: lengths, prompts or groups are on {given.device}, and each pass "

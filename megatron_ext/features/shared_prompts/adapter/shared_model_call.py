@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import log_single_rank
+from torch import Tensor
 
 from megatron_ext.adapter.slices.known_models import mixing_layers, unknown_mixer
 from megatron_ext.adapter.transformer_engine.installed import can_split
@@ -45,8 +46,8 @@ class SharedModelCall:
         Layers take a row with shared prompts for one document.
 
         Raises:
-            ValueError: the model mixes tokens in a way that is not known, or a setting of its
-                config is refused.
+            ValueError: the model mixes tokens in a way that is not known, a setting of its config
+                is refused, or a tensor has another length than the row.
         """
         call = inspect.signature(original).bind(model, *args, **kwargs)
         params = call.arguments.get("packed_seq_params")
@@ -57,6 +58,7 @@ class SharedModelCall:
             refuse_settings(model.config, self.mode)
             _refuse_unknown(model)
             self._checked.add(model)
+        _check_lengths(model, call.arguments, params)
         self._say(params)
         call.arguments["packed_seq_params"] = for_layers(params)
         return original(*call.args, **call.kwargs)
@@ -112,6 +114,37 @@ def refuse_in_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwa
             f"row: pass it sequences apart, or train a GPT model"
         )
     return original(model, *args, **kwargs)
+
+
+def _check_lengths(model: GPTModel, given: Mapping[str, Any], params: SharedPromptParams) -> None:
+    """Raise ValueError if a tensor that ``model`` reads has another length than the row.
+
+    ``given`` are the arguments of the model's call. Layers would take a longer tensor, for whose
+    tokens behind the row attention computes nothing.
+    """
+    assert params.shared is not None
+    tokens = len(params.shared.row.sources)
+    read = ["input_ids", "position_ids"] * model.pre_process + ["labels"] * model.post_process
+    for name in read:
+        tensor = given.get(name)
+        if isinstance(tensor, Tensor) and tensor.shape[-1] != tokens:
+            fix = "position_ids" if name == "position_ids" else f"once({name})"
+            raise ValueError(
+                f"share_prompts describes a row of {tokens} tokens, and the model was called with "
+                f"{name} of {tensor.shape[-1]} tokens: call it with {fix} of the described "
+                "microbatch"
+            )
+    received = None if model.pre_process else model.decoder.input_tensor
+    if not isinstance(received, Tensor):
+        return
+    config = model.config
+    length = len(received) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    if length != tokens:
+        raise ValueError(
+            f"share_prompts describes a row of {tokens} tokens, and the stage has received "
+            f"{length} of the stage before: set variable_seq_lengths=True in the model's config, "
+            "or pad all rows to one length by share_prompts(multiple=...)"
+        )
 
 
 def _refuse_unknown(model: GPTModel) -> None:

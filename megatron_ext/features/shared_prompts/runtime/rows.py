@@ -130,6 +130,11 @@ def _check(lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hash
             f"share_prompts: {len(lengths)} lengths, {len(prompts)} prompts and {len(groups)} "
             f"groups are given: give one of each for every sequence of the microbatch"
         )
+    if not all(isinstance(group, Hashable) for group in groups):
+        raise ValueError(
+            f"share_prompts: groups are {groups!r}, which cannot be compared by a dictionary: give "
+            "each sequence the number or the name of its prompt"
+        )
     of_group: dict[Hashable, int] = {}
     for number, (length, prompt, group) in enumerate(zip(lengths, prompts, groups, strict=True)):
         if not 1 <= prompt <= length:
