@@ -28,6 +28,7 @@ from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport, closed
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
+from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.schedule.problem import P2P
 
 
@@ -85,6 +86,22 @@ def refuse_after_failure(recorder: Recorder) -> None:
     """Raise RuntimeError if this rank failed before it was connected to the other ranks."""
     if recorder.has_failed:
         raise closed(recorder.rank)
+
+
+def refuse_other_pipeline(
+    config: PipelineConfig, pipeline: dist.ProcessGroup, first: dist.ProcessGroup
+) -> None:
+    """Raise ValueError if ``pipeline`` has other ranks than ``first``, that of the first step."""
+    if pipeline is first:
+        return
+    ranks, of_first = map(dist.get_process_group_ranks, (pipeline, first))
+    if ranks != of_first:
+        raise ValueError(
+            f"--pipeline-schedule {config.schedule}: a model's pipeline has {listed(ranks)}, and "
+            f"the schedule has connected {listed(of_first)}, the pipeline of the first step: give "
+            "all models of a process pipelines of the same ranks, or call Megatron's own pipeline "
+            "function by its name for the others"
+        )
 
 
 def connect_token_shifts(

@@ -27,6 +27,7 @@ from megatron_ext.adapter.step.connections import (
     connect,
     connect_token_shifts,
     refuse_after_failure,
+    refuse_other_pipeline,
 )
 from megatron_ext.adapter.step.gradients import finalize_gradients, token_count
 from megatron_ext.adapter.step.model_stage import ModelStage
@@ -57,6 +58,7 @@ class PipelineTraining:
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = 0
         self._world = dist.group.WORLD
+        self._pipeline: dist.ProcessGroup | None = None  # None before the first step
         self._has_ended = False
         _trainings.add(self)
 
@@ -87,7 +89,13 @@ class PipelineTraining:
             feature.interrupt()
 
     def run(self, call: Call) -> list[Any]:
-        """Run one step, and return the losses as Megatron's schedule functions do."""
+        """Run one step, and return the losses as Megatron's schedule functions do.
+
+        Raises:
+            ValueError: the model's pipeline has other ranks than that of the first step.
+        """
+        self._pipeline = self._pipeline or call.pipeline
+        refuse_other_pipeline(self._config, call.pipeline, self._pipeline)
         hooks = self._hooks_for(call)
         for feature in hooks:
             feature.check_call(call)

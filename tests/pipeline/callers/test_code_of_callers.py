@@ -15,7 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -71,7 +74,9 @@ def step(change: Callable[[Any], object]) -> tuple[list[Any], Gradients]:
     return whole_step(partial(build, change), named_parameters, forward_step, batches, **call)
 
 
-def run_step(chunks: Chunks, forward: Callable[..., Any] = forward_step, seed: int = 2) -> None:
+def run_step(
+    chunks: Chunks, forward: Callable[..., Any] = forward_step, seed: int = 2, **more: Any
+) -> None:
     """Run one step of the chunks that this rank has built."""
     data = batches(seed)
     schedules.get_forward_backward_func()(
@@ -82,6 +87,7 @@ def run_step(chunks: Chunks, forward: Callable[..., Any] = forward_step, seed: i
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=False,
+        **more,
     )
 
 
@@ -385,3 +391,23 @@ def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
 
     results = run_ranks(2, on_rank)
     assert results[0].exit_code == 0, results[0].error
+
+
+def test_a_model_with_another_pipeline_is_refused() -> None:
+    """A second model whose pipelines have other ranks than those of the first one is refused. It
+    got the first model's connections, and the step ended with a KeyError, or would have hung."""
+
+    def on_rank(rank: int) -> str:
+        with pipelines_of_two(schedule="1f1b"):
+            chunks = build()
+            run_step(chunks)
+            pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            groups.pp = pairs[rank // 2]
+            communicator = P2PCommunicator(groups.pp, get_model_config(chunks[0]))
+            with pytest.raises(ValueError, match=r"pipeline has global ranks .*, and the schedule"):
+                run_step(chunks, p2p_communicator=communicator, pg_collection=groups)
+            dist.barrier()  # a rank that ends would break the connections of others
+            return "refused"
+
+    assert values(run_ranks(4, on_rank)) == ["refused"] * 4
