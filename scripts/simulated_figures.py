@@ -23,8 +23,9 @@ from megatron_ext.compile.program.noise import spread
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose, entries
 from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.observe.noise_text import parse_noise
 from megatron_ext.planner.candidate import VocabMethod
@@ -34,10 +35,13 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import Offload, Problem, Recompute, ScheduleOptions
+from megatron_ext.schedule.problem import P2P, Offload, Problem, Recompute, ScheduleOptions
 from megatron_ext.schedule.slices import Lengths, Slices
-from scripts.benchmarks import unequal, uneven
+from megatron_ext.search.bounds import lower_bound
+from scripts.benchmarks import shared_prompts, unequal, uneven
 from scripts.benchmarks.shared_prompts import MODEL as LLAMA_3_70B
+from scripts.evaluation.measured import read_measured
+from scripts.evaluation.stage_times import read_stages
 from scripts.readme_table import vocabulary_steps
 from scripts.simulated_steps import PLAIN, USUAL_COSTS, simulated_step
 from scripts.tables import table, with_part
@@ -156,6 +160,28 @@ def _slices() -> str:
         for spec in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
     )
     return table(("schedule", *(f"k = {number}" for number in numbers)), rows)
+
+
+def _published_bubbles() -> str:
+    """Return the bubbles of the span at the passes that the zero-bubble paper measured."""
+    rows = []
+    for name, ranks, microbatches, costs in (
+        ("1.5B", 8, 24, "f=18.522,i=18.086,w=9.337,comm=0.601"),
+        ("28.3B", 32, 96, "f=10.419,i=10.207,w=7.715,comm=0.408"),
+    ):
+        steps = (
+            simulated_step(spec, costs, ranks, microbatches, by_stock=False)
+            for spec in ("1f1b", "zb-h1")
+        )
+        bubbles = (f"{one.bubble_share_span:.4f}".removeprefix("0") for one in steps)
+        rows.append((name, ranks, microbatches, *bubbles))
+    return table(("model", "p", "m", "1F1B", "ZB-H1"), rows)
+
+
+def _shared_prompts() -> str:
+    headings = ("tokens of a prompt", "of an answer", "packs of sequences", "with prompts once")
+    rows = (cells for cells, _, _ in shared_prompts.rows())
+    return table((*headings, "a step is so many times as fast"), rows)
 
 
 def _sliced_offload() -> str:
@@ -340,8 +366,10 @@ TABLES = (
     SimulatedTable("docs/activations.md", "recompute", _recompute, is_slow=True),
     SimulatedTable("docs/choosing-a-schedule.md", "noise", _noise, is_slow=True),
     SimulatedTable("docs/measurements.md", "half the memory", _half_memory, is_slow=True),
+    SimulatedTable("docs/measurements.md", "published bubbles", _published_bubbles),
     SimulatedTable("docs/pairs.md", "pairs", _pairs),
     SimulatedTable("docs/post-validation.md", "steps", _post_validation),
+    SimulatedTable("docs/shared-prompts.md", "gains", _shared_prompts),
     SimulatedTable("docs/slices.md", "slices", _slices),
     SimulatedTable("docs/slices.md", "offload", _sliced_offload),
     SimulatedTable("docs/unequal-microbatches.md", "gains", _unequal, is_slow=True),
@@ -384,6 +412,89 @@ def _copies_over_passes() -> Sequence[str]:
     return figures
 
 
+# K-EXAONE-236B-A23B, as its config.json has it, with full attention in all layers.
+_EXAONE_236B = Model(
+    layers=("*-", *["*E"] * 47),
+    hidden_size=6144,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=18432,
+    vocabulary=153600,
+    gated_linear_unit=True,
+    untie_embeddings_and_output_weights=True,
+    qk_layernorm=True,
+    normalization="RMSNorm",
+    num_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+)
+
+
+def _sliced(number: int) -> ScheduleOptions:
+    return ScheduleOptions(slices=Slices(number, Lengths.BALANCED))
+
+
+def _weights_of_a_slice() -> Sequence[str]:
+    """Return the milliseconds of W of a layer with experts, for many tokens and for few."""
+    stages = stages_of(_EXAONE_236B, _EXAONE_236B.evenly(48))
+    figures = []
+    for tokens in (2048, 256):
+        execution = Execution(tokens, tensor_parallel=4, expert_parallel=8)
+        costs = estimate(_EXAONE_236B, stages, execution, GPUS["h100"].rates())
+        figures.append(f"{1e3 * costs.seconds[Kind.BACKWARD_WEIGHT][20]:.1f}")
+    return figures
+
+
+def _two_slices() -> Sequence[str]:
+    """Return how many times as fast two slices make a step of 1F1B, for two models."""
+    dense = parse_model(LLAMA_3_70B.format(4096))
+    executed = Execution(2048, tensor_parallel=4, expert_parallel=8)
+    figures = []
+    for model, execution, ranks, microbatches in (
+        (dense.model, dense.execution(8), 4, 8),
+        (_EXAONE_236B, executed, 8, 16),
+    ):
+        resolved, stages = choose("1f1b"), stages_of(model, model.evenly(ranks))
+        placement = resolved.place(ranks)
+        steps = []
+        for number in (1, 2):
+            costs = estimate(model, stages, execution, GPUS["h100"].rates(), slices=number)
+            cut = PLAIN if number == 1 else _sliced(number)
+            problem = Problem(placement, microbatches, costs, options=cut)
+            steps.append(simulate(build_program(resolved, problem), costs).makespan)
+        figures.append(f"{steps[0] / steps[1]:.2f}")
+    return figures
+
+
+def _joined_weights() -> Sequence[str]:
+    options = (
+        ScheduleOptions(slices=Slices(2, Lengths.EVEN, joined_weights=joined))
+        for joined in (True, False)
+    )
+    steps = (simulated_step("zb-v", "f=10,i=10,w=10,fixed_w=3", 4, 4, one) for one in options)
+    return [f"{one.makespan:g}" for one in steps]
+
+
+def _half_the_ranks() -> Sequence[str]:
+    steps = (
+        simulated_step("zb-v", f"f={each},i={each},w={each}", ranks, microbatches)
+        for ranks, microbatches, each in ((4, 8, 2), (8, 16, 1))
+    )
+    return [f"{one.makespan:g}" for one in steps]
+
+
+def _batched() -> Sequence[str]:
+    """Return makespans with one communicator and with one for each channel, for two costs of a
+    message."""
+    return [
+        f"{simulated_step('interleaved-zb', costs, 8, 32, ScheduleOptions(p2p=p2p)).makespan:.0f}"
+        for costs in (USUAL_COSTS, "f=10,i=12,w=8,comm=3")
+        for p2p in (P2P.BATCHED, P2P.ASYNC)
+    ]
+
+
 def _share_of_passes() -> Sequence[str]:
     made = simulated_step("interleaved:vpp=5", "f=10,i=12,w=8,comm=0.1", 4, 128)
     return [f"{100 * (1 - made.bubble_share_makespan):.0f}"]
@@ -393,6 +504,27 @@ def _long_input_gradient() -> Sequence[str]:
     costs = "f=10,i=20,w=6,comm=1"
     specs = ("v-half", "v-min", "1f1b", "v-auto", "gis")
     return [f"{simulated_step(spec, costs, 8, 32).makespan:.0f}" for spec in specs]
+
+
+def _published() -> Sequence[str]:
+    return [str(len(list(read()))) for read in (read_measured, read_stages)]
+
+
+def _above_the_bound() -> Sequence[str]:
+    """Return the least and the largest per cent by which v-auto's makespan is above the bound of a
+    V, by memory limit."""
+    resolved, figures = choose("v-auto"), []
+    for share in (1.0, 0.75, 0.5):
+        gaps = []
+        for ranks in (8, 16, 32):
+            limit, placement = f"{share * ranks:g}", resolved.place(ranks)
+            made = simulated_step("v-auto", USUAL_COSTS, ranks, 4 * ranks, limit=limit)
+            costs = parse_costs(USUAL_COSTS, placement)
+            given = parse_limit(limit, ranks, 4 * ranks)
+            problem = Problem(placement, 4 * ranks, costs, given)
+            gaps.append(made.makespan / lower_bound(problem, splits_backward=True) - 1)
+        figures += [f"{100 * gap:.1f}" for gap in (min(gaps), max(gaps))]
+    return figures
 
 
 def _two_steps() -> Sequence[str]:
@@ -417,7 +549,7 @@ def _lengths() -> Sequence[str]:
 
 def _in_slices() -> Sequence[str]:
     costs = f"{USUAL_COSTS},attention=0.3,latency=0.02"
-    cut = ScheduleOptions(slices=Slices(4, Lengths.BALANCED))
+    cut = _sliced(4)
     figures = []
     for spec in ("1f1b", "zb-h1", "zb-v"):
         sliced = simulated_step(spec, costs, 8, 8, cut, by_stock=False)
@@ -474,6 +606,13 @@ SENTENCES = (
         _copies_over_passes,
     ),
     SimulatedSentence(
+        "docs/architecture.md",
+        "one communicator",
+        "`interleaved-zb` takes {} instead of {} if a message costs 1, and {} instead of {} if it "
+        "costs 3",
+        _batched,
+    ),
+    SimulatedSentence(
         "docs/choosing-a-schedule.md",
         "share of passes",
         "under Megatron its passes take {} % of a step",
@@ -488,6 +627,20 @@ SENTENCES = (
         is_slow=True,
     ),
     SimulatedSentence(
+        "docs/estimated-costs.md",
+        "published",
+        "predicts {} published steps and {} published stages",
+        _published,
+    ),
+    SimulatedSentence(
+        "docs/measurements.md",
+        "bound",
+        "a bound below which no V of the same memory is: {} to {} % at p = 8, 16 and 32 in 1F1B's "
+        "memory, {} to {} % in three quarters of it, and {} to {} % in half of it",
+        _above_the_bound,
+        is_slow=True,
+    ),
+    SimulatedSentence(
         "docs/post-validation.md",
         "two steps",
         "a step every {} without it, every {} with it",
@@ -498,6 +651,28 @@ SENTENCES = (
         "as Megatron runs them",
         "`1f1b` takes {} and `interleaved` {}.",
         _by_stock,
+    ),
+    SimulatedSentence(
+        "docs/schedules.md",
+        "half the ranks",
+        "zb-v: {} instead of {} with p = 8",
+        _half_the_ranks,
+    ),
+    SimulatedSentence(
+        "docs/slices.md",
+        "weights of a slice",
+        "is estimated at {} ms for 2,048 tokens, and at {} ms for 256.",
+        _weights_of_a_slice,
+    ),
+    SimulatedSentence(
+        "docs/slices.md",
+        "two slices",
+        "make a step of a dense 70B {} times as fast (TP 8, p = 4, m = 8), and two of 1,024 one of "
+        "K-EXAONE-236B {} times",
+        _two_slices,
+    ),
+    SimulatedSentence(
+        "docs/slices.md", "joined weights", "`zb-v` takes {} in place of {}.", _joined_weights
     ),
     SimulatedSentence(
         "docs/slices.md",

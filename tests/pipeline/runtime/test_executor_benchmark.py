@@ -4,6 +4,7 @@ than it is."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.problem import ScheduleOptions
 from scripts.benchmarks import emulated
-from scripts.benchmarks.contestants import EmulatedStage, program_of
+from scripts.benchmarks.contestants import EmulatedStage, ideal_of, program_of
 from scripts.benchmarks.emulated import EmulatedChunk
 from scripts.benchmarks.executors import main
 from scripts.benchmarks.runs import Setting
@@ -96,6 +97,23 @@ def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
     assert afterwards["ideal"] == pytest.approx(0.048)
     assert at_once["measured"] >= at_once["ideal"]
     assert afterwards["measured"] >= afterwards["ideal"]
+
+
+def test_the_measured_table_is_consistent_with_the_simulator() -> None:
+    """The ideal steps on the page are what the simulator computes today, and the columns that are
+    quotients of others are their quotients. A schedule that changes makes the row out of date."""
+    page = (DOCS / "measurements.md").read_text()
+    cell = r" ([\d.]+)(?: %)? \|"
+    name = r"(megatron|torch|megatron-ext) (\S+)"
+    rows = re.findall(rf"^\| {name} \|{cell * 6}$", page, re.MULTILINE)
+    assert len(rows) == 17
+    baseline = next(float(measured) for _, name, _, measured, *_ in rows if name == "1f1b")
+    for executor, name, ideal, measured, share, gain, *_ in rows:
+        if executor != "torch":
+            program = program_of(choose(name), 4, 8, "f=40,i=40,w=40")
+            assert ideal == f"{ideal_of(program):.3f}", name
+        assert float(share) == pytest.approx(100 * float(ideal) / float(measured), abs=0.1), name
+        assert float(gain) == pytest.approx(baseline / float(measured), abs=0.01), name
 
 
 def test_a_table_of_a_benchmark_is_what_a_page_has(capsys: Output) -> None:

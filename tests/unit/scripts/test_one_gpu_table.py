@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,11 @@ def test_nothing_is_missing_and_the_time_is_bounded() -> None:
         assert len(set(names)) == len(names)
         assert part.seconds < 9 * 60
     assert sum(part.seconds for part in all_parts.values()) < 57 * 60
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    assert "| one GPU, and 57 minutes |" in page
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \| .* \| (\d+) s(?: each)? \|$", page, re.MULTILINE)
+    on_page = {name: int(most) for names, most in rows for name in re.findall(r"\w+", names)}
+    assert on_page == {name: part.seconds for name, part in all_parts.items()}
     names = [case.name for case in all_parts["gpt"].cases]
     for words in ("zb-h1 async", "zb-v async", "v-half async", "zb-v batched"):
         assert f"gpt schedule local {words}" in names
