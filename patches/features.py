@@ -30,22 +30,22 @@ class Feature:
     """Entry of the table of features: modules of patches, and the conditions that apply them.
 
     ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. Their patches are
-    applied if ``wanted`` is true for one of the configuration's schedules and ``asked_for`` is true
-    for its settings. If ``wanted`` is None, the schedule does not matter, and there need not be
-    one.
+    applied if ``for_schedule`` is true of one of the configuration's schedules and ``for_settings``
+    is true of its settings. If ``for_schedule`` is None, the patches do not depend on the schedule,
+    and a configuration without one may have them.
     """
 
     name: str
     modules: tuple[str, ...]
-    wanted: Callable[[ResolvedSpec], bool] | None
-    asked_for: Callable[[PipelineConfig], bool] = lambda config: True
+    for_schedule: Callable[[ResolvedSpec], bool] | None
+    for_settings: Callable[[PipelineConfig], bool] = lambda config: True
 
-    def is_wanted(self, config: PipelineConfig) -> bool:
-        if self.wanted is not None and (
-            config.schedule is None or not any(map(self.wanted, config.resolved_specs))
+    def applies_to(self, config: PipelineConfig) -> bool:
+        if self.for_schedule is not None and (
+            config.schedule is None or not any(map(self.for_schedule, config.resolved_specs))
         ):
             return False
-        return self.asked_for(config)
+        return self.for_settings(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
         """Return the patches of this feature.
@@ -65,14 +65,14 @@ class Feature:
 
 
 def _in_a_folder(
-    part: FeatureRefusals, wanted: Callable[[ResolvedSpec], bool] | None = None
+    part: FeatureRefusals, for_schedule: Callable[[ResolvedSpec], bool] | None = None
 ) -> Feature:
     """Return the table's entry for ``part``, a feature in a folder of megatron_ext/features.
 
-    The folder's own condition, and ``wanted`` of the schedule, decide which configurations get the
-    patches.
+    A configuration gets the patches if ``for_schedule`` is true of its schedule and the folder's
+    own condition of its settings.
     """
-    return Feature(part.name, part.patches, wanted, part.may_be_on)
+    return Feature(part.name, part.patches, for_schedule, part.may_be_on)
 
 
 # Features whose patches act after the last step of a training.
@@ -119,7 +119,7 @@ FEATURES = (
         "gradients that autograd does not bring",
         ("megatron.core.distributed.distributed_data_parallel",),
         lambda resolved: True,
-        asked_for=lambda config: config.splits_backward or OFFLOAD_REFUSALS.may_be_on(config),
+        for_settings=lambda config: config.splits_backward or OFFLOAD_REFUSALS.may_be_on(config),
     ),
     Feature(
         "reductions of gradients that start before the step ends",
@@ -186,7 +186,7 @@ FEATURES = (
         "Megatron's own step, watched",
         ("megatron.core.pipeline_parallel.schedules.stock",),
         None,
-        asked_for=lambda config: config.watches_stock,
+        for_settings=lambda config: config.watches_stock,
     ),
     # This feature comes after that of a moved first stage, whose wrapper of the same function is
     # then the inner one. So the ranks are compared before they do anything together.
@@ -194,13 +194,13 @@ FEATURES = (
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),
         None,
-        asked_for=lambda config: config.changes_launch,
+        for_settings=lambda config: config.changes_launch,
     ),
     Feature(
         "the end of what is measured",
         ("megatron.training.training.training_end",),
         None,
-        asked_for=lambda config: any(feature.may_be_on(config) for feature in _FINISHING),
+        for_settings=lambda config: any(feature.may_be_on(config) for feature in _FINISHING),
     ),
     _in_a_folder(RACE_REFUSALS),
     _in_a_folder(SHARED_PROMPTS_REFUSALS),
@@ -219,7 +219,7 @@ FEATURES = (
             "megatron.core.transformer.multi_token_prediction.slices",
         ),
         lambda resolved: True,
-        asked_for=lambda config: config.slices > 1,
+        for_settings=lambda config: config.slices > 1,
     ),
     Feature(
         "recomputed passes",
@@ -228,17 +228,17 @@ FEATURES = (
             "megatron.core.transformer.multi_token_prediction.logging",
         ),
         lambda resolved: True,
-        asked_for=lambda config: config.recomputes,
+        for_settings=lambda config: config.recomputes,
     ),
     _in_a_folder(POST_VALIDATION_REFUSALS),
 )
 
 
-def wanted_patches(config: PipelineConfig) -> list[Patch]:
+def needed_patches(config: PipelineConfig) -> list[Patch]:
     """Return the patches of all features that ``config`` needs."""
     return [
         patch
         for feature in FEATURES
-        if feature.is_wanted(config)
+        if feature.applies_to(config)
         for patch in feature.patches(config)
     ]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron_ext.base.logger import logger
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Handle, Patch, PatchError, apply, stale_references
-from megatron_ext.patches.features import wanted_patches
+from megatron_ext.patches.features import needed_patches
 
 _installed: tuple[PipelineConfig, Handle] | None = None
 
@@ -45,7 +45,7 @@ def install(config: PipelineConfig) -> Handle:
             "megatron_ext.bridge.use Megatron-Bridge's; batches of other loaders are ordered by "
             "megatron_ext.order_microbatches"
         )
-    patches = wanted_patches(config)
+    patches = needed_patches(config)
     problem = _too_late(patches)
     if problem is not None:
         # An exception that nothing refers to may still hold frames that refer to functions to be

@@ -152,7 +152,8 @@ def _figures(spec: str, figures: Any) -> RaceFigures:
     given = _of_kind(figures, dict, f"figures, {shown(spec)}")
     if given.keys() != _RANGES.keys():
         raise ValueError(
-            f"the figures of the schedule {shown(spec)} must be exactly {', '.join(_RANGES)}"
+            f"the entry of the schedule {shown(spec)} must have these keys and no others: "
+            f"{', '.join(_RANGES)}"
         )
     values = {
         name: None

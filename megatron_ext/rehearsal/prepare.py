@@ -112,8 +112,8 @@ class Preparation:
         data_parallel, tensor_parallel, context_parallel, expert_parallel: sizes of these groups.
         leaves_node: whether the ranks of a pipeline are on several nodes.
         has_experts: whether the model has experts.
-        experts: whether the model has experts, and no flag of the command decides which tokens they
-            get.
+        balances_experts: whether the rehearsal gives each expert equally many tokens: the model has
+            experts, and no flag of the command decides which tokens they get.
         train_iterations: number of iterations of the training; None if it is given in samples.
         loads: flags of the command for data and checkpoints, which a rehearsal replaces.
         remarks: assumptions of the estimate, a sentence each.
@@ -129,7 +129,7 @@ class Preparation:
     expert_parallel: int
     leaves_node: bool
     has_experts: bool
-    experts: bool
+    balances_experts: bool
     train_iterations: int | None
     loads: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -208,7 +208,7 @@ def _prepared(
         expert_parallel=args.expert_model_parallel_size if args.num_experts else 1,
         leaves_node=_leaves_node(args, stride),
         has_experts=bool(args.num_experts),
-        experts=bool(args.num_experts) and not routed,
+        balances_experts=bool(args.num_experts) and not routed,
         train_iterations=args.train_iters,
         loads=replaced_flags(words),
         remarks=parsed.remarks,

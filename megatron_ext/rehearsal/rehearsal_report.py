@@ -279,7 +279,7 @@ def not_rehearsed(
             f"the balance of experts: logits of routers are random, with a bias whose standard "
             f"deviation is {imbalance:g} (--moe-router-force-biased)"
         )
-    elif prepared.experts:
+    elif prepared.balances_experts:
         yield (
             "the balance of experts: each gets equally many tokens "
             "(--moe-router-force-load-balancing)"

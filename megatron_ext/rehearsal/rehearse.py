@@ -279,7 +279,7 @@ def _requests(
     arguments = words_alone(
         schedule.arguments,
         None if schedule.is_stock else schedule_folder / ESTIMATE,
-        balances_experts=prepared.experts,
+        balances_experts=prepared.balances_experts,
         imbalance=request.imbalance,
         is_cpu=request.is_cpu,
     )

@@ -178,7 +178,7 @@ CONFLICTS = (
     Conflict(("steps_overlap", "p2p"), "a batch of messages could be under way at the verdict"),
     Conflict(
         ("steps_overlap", "vocab_parallel"),
-        "collectives of the vocabulary hold up all ranks before a verdict has come",
+        "collectives of the vocabulary make all ranks wait before the verdict is known",
     ),
     Conflict(
         ("steps_overlap", "activation_offload"),
@@ -197,7 +197,7 @@ CONFLICTS = (
         "a pair's backward pass takes its activations layer by layer as they are",
     ),
     Conflict(
-        ("pairs", "activation_offload"), "the two of a pair keep their activations on the device"
+        ("pairs", "activation_offload"), "overlapped passes need their activations on the device"
     ),
     Conflict(
         ("pairs", "steps_overlap"),

@@ -1,8 +1,8 @@
 """A schedule as CSV: a row per rank, in PyTorch's grammar.
 
 A schedule can be exchanged as a table: torch.distributed.pipelining, torchtitan and spreadsheets
-read it. Tables of others may count ranks from the other end, and may hold mistakes; what is read is
-checked for gaps in its numbers before it is a schedule.
+read it. Tables of others may count ranks from the other end, and may contain mistakes; what is read
+is checked for gaps in its numbers before it is a schedule.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def rows_from_csv(text: str, name: str) -> Rows:
             rows.append(_row(cells, f"{name}, line {len(rows) + 1}", slices))
             reading.done += 1
     if not rows:
-        raise ValueError(f"{name} holds no action")
+        raise ValueError(f"{name} has no action")
     _check_numbers(rows, name)
     return tuple(rows)
 
@@ -203,7 +203,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
             )
     if not row:
         raise ValueError(
-            f"{where} holds no action; the file has one line per rank, and every rank has a stage"
+            f"{where} has no action; the file has one line per rank, and every rank has a stage"
         )
     return row
 

@@ -352,8 +352,8 @@ class _PatternProgram:
             if (turn_trip.item(), end_trip.item()) == periods:
                 return tuple(int(leg.item()) for leg in legs)
         raise AssertionError(
-            "no two rotations of neighbouring ranks' patterns change their trips by the ticks that "
-            "the transition table gives"
+            "no rotations of the repeating patterns of two neighbouring ranks make the messages "
+            "between them as late as the transition table says"
         )
 
     def _shortest_legs(self, rank: int) -> _Legs:

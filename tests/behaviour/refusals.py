@@ -104,7 +104,7 @@ def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamesp
 def _of_features() -> Subject:
     """Return, by feature, the schedules and settings that require it. `outputs` records its
     patches."""
-    return {f"feature {feature.name}": partial(_wanted, feature.is_wanted) for feature in FEATURES}
+    return {f"feature {feature.name}": partial(_wanted, feature.applies_to) for feature in FEATURES}
 
 
 def _wanted(is_wanted: Callable[[PipelineConfig], bool]) -> str:

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(is_missing("mamba_ssm"), reason="Mamba layers need mamba_ssm"),
     pytest.mark.skipif(
-        is_missing("transformer_engine"), reason="Megatron's hybrid models are of its layers"
+        is_missing("transformer_engine"),
+        reason="Megatron's hybrid models consist of Transformer Engine's layers",
     ),
     needs_two_gpus,
 ]

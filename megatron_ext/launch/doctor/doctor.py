@@ -192,7 +192,7 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     has_settings = config.changes_launch
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
-        is_required = not has_settings or feature.is_wanted(config)
+        is_required = not has_settings or feature.applies_to(config)
         try:
             patches = feature.patches(example)
         except PatchError as error:

@@ -119,7 +119,9 @@ def each_of(*names: str) -> Classes:
         listed = [value] if isinstance(value, str) else [str(name) for name in value]
         unknown = [name for name in listed if name not in names]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: there are {', '.join(names)}")
+            raise ValueError(
+                f"unknown values {', '.join(unknown)}: write some of {', '.join(names)}"
+            )
         return tuple(dict.fromkeys(listed))
 
     return classes

@@ -50,7 +50,9 @@ def _symbols(value: Value) -> tuple[str, ...]:
         return ()
     symbols = sorted(set(str(value)) - set("|/"))
     if unknown := set(symbols) - set("M*-EG"):
-        raise ValueError(f"its layers are M, *, -, E and G, not {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"the layers of a hybrid pattern are M, *, -, E and G, not {', '.join(sorted(unknown))}"
+        )
     return tuple(symbols)
 
 

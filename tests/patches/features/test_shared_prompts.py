@@ -39,7 +39,7 @@ from megatron_ext.features.shared_prompts.runtime.rows import shared_row
 from megatron_ext.features.shared_prompts.settings import SharedPrompts
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.patches.features import wanted_patches
+from megatron_ext.patches.features import needed_patches
 from tests.helpers.combinations import at_night
 from tests.helpers.packed import shared_prompts_on_the_cpu
 from tests.helpers.ranks import run_ranks, values
@@ -192,7 +192,7 @@ AT_NIGHT = {
 def patched() -> Iterator[None]:
     """Patch Megatron so that the model accepts rows with shared prompts. The process must have
     groups."""
-    with apply(wanted_patches(EXACT)):
+    with apply(needed_patches(EXACT)):
         yield
 
 
@@ -274,8 +274,9 @@ def by_mask(
 
 
 def compare_losses_once(rank: int) -> None:
-    """With `losses-once` routers' losses are those of Megatron's own model for the row as one
-    sequence, whose mask is a tree. For sequences apart they count a prompt for each answer."""
+    """With `losses-once` the routers' losses are those that Megatron's own model computes if the
+    prompt and its answers are one sequence with a tree as attention mask. For separate sequences,
+    routers' losses count the prompt once for each answer."""
     with apply(cpu.patches()):
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(0)
@@ -293,7 +294,7 @@ def compare_losses_once(rank: int) -> None:
             made[name] = losses.detach(), gradients
             model.zero_grad()
 
-        with apply(wanted_patches(PipelineConfig.parse(shared_prompts="losses-once"))):
+        with apply(needed_patches(PipelineConfig.parse(shared_prompts="losses-once"))):
             shared = megatron_ext.share_prompts(
                 batch.lengths, batch.prompts, batch.groups, device="cpu"
             )
@@ -326,7 +327,7 @@ def test_losses_of_experts_count_a_prompt_once_if_that_is_meant() -> None:
 
 
 def said_by(model: GPTModel, batch: Microbatch | None) -> str:
-    """Return what is said during a pass, with sequences apart if there is no ``batch``."""
+    """Return the log of a pass over ``batch``; if it is None, over sequences that share nothing."""
     said: list[str] = []
     with mock.patch.object(logger, "_log", lambda level, text, *more, **named: said.append(text)):
         _pass(model, batch)

@@ -26,7 +26,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
 from megatron_ext.launch.doctor.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.patches.features import wanted_patches
+from megatron_ext.patches.features import needed_patches
 from megatron_ext.patches.sources import UNTAGGED, UnknownSource
 from megatron_ext.schedule.schedule_csv import from_csv
 from tests.helpers.accepting import accepts
@@ -176,8 +176,8 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
 
 
 def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor` reports the Megatron that is imported. It reported the version of an installed wheel
-    although a checkout of another version came first on the path."""
+    """`doctor` reports the Megatron that is imported. It used to report the version of an installed
+    wheel although a checkout of another version came first on the path."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
     reported = diagnose(PipelineConfig()).environment["megatron-core"]
     assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
@@ -237,7 +237,7 @@ def test_transformer_engine_is_split_from_2_8_on(
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=None,
     )
-    targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
+    targets = [patch.target for patch in needed_patches(PipelineConfig(schedule="zb-h1"))]
     assert any(target.startswith("transformer_engine") for target in targets) == splits
     if splits:
         refuse(settings, choose("zb-h1"))
@@ -254,7 +254,7 @@ def test_a_transformer_engine_that_cannot_be_imported_is_none(
     our patches do the same."""
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.8.0")
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    targets = [patch.target for patch in wanted_patches(PipelineConfig(schedule="zb-h1"))]
+    targets = [patch.target for patch in needed_patches(PipelineConfig(schedule="zb-h1"))]
     assert not any(target.startswith("transformer_engine") for target in targets)
 
 

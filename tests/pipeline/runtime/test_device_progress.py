@@ -103,7 +103,7 @@ def test_nobody_asks_a_device_while_a_graph_is_captured(
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
     config = PipelineConfig(schedule="1f1b")
-    assert any("torch.cuda.graphs" in f.modules and f.is_wanted(config) for f in FEATURES)
+    assert any("torch.cuda.graphs" in f.modules and f.applies_to(config) for f in FEATURES)
     with apply(graphs.patches(config)):
         torch.cuda.CUDAGraph.capture_begin("graph", pool=1, capture_error_mode="global")  # type: ignore[arg-type]
     assert captured == [("graph", 1, "global")]

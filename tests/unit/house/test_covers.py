@@ -1,5 +1,4 @@
-"""Tests of the marks by which tests tell which settings they cover, and of the words in these
-marks."""
+"""Tests of the marks `covers`, in which a test names the settings of Megatron that it runs."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
     [
         (lambda: read(context_parallel=2), "there is no setting 'context_parallel'"),
         (lambda: read(optimizer="adamw"), "optimizer='adamw' is not known: it is one of"),
-        (lambda: read(recompute_modules=["mla"]), "mla: there are core_attn"),
+        (lambda: read(recompute_modules=["mla"]), "unknown values mla: write some of core_attn"),
         (lambda: read(packed=1), "it is True or False"),
         (lambda: read("D"), "grade 'D' is not one of A, B, C"),
         (lambda: read("A", "line"), "kinds of schedule 'line' are not"),

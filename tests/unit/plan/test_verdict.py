@@ -132,8 +132,8 @@ def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
     settings.
 
     The plan used to recommend a vocabulary that is split over the ranks, which changes losses in
-    their last bits, for 0.1 % of a step. It took 0.1 GiB more, and the text still said that it
-    "takes the least memory".
+    their last bits, for 0.1 % of a step. The recommended plan took 0.1 GiB more, and the text still
+    said that it "takes the least memory".
     """
     own = way("1f1b", 0.3214, 14.6)
     divided = way("v-auto", 0.2588, 17.4, method=VocabMethod.TWO)
@@ -214,7 +214,7 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
     first, second = (next(row for row in rows if row.startswith(head)) for head in ("fir", "gain"))
     assert "--num-virtual-stages-per-pipeline-rank 4" in first and "21.4% shorter" in first
-    # "0.4% by ours" used to stand here; the figure was negative and gave no reason.
+    # "0.4% by ours" used to stand here; the number was negative and gave no reason.
     assert second.endswith(
         "21.4% by Megatron's own flags (--num-virtual-stages-per-pipeline-rank 4), and ours take "
         "7 GiB less in the same time"
@@ -296,7 +296,7 @@ def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
     )
 
 
-def test_a_plan_that_ended_early_names_what_it_unfinished() -> None:
+def test_a_plan_that_ended_early_names_what_it_did_not_compare() -> None:
     """A plan that ran out of time names what it did not compare.
 
     A plan that had compared half of the layouts used to say that nothing saves 2 %.
@@ -468,8 +468,8 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
 def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A searched schedule may use the memory of the schedules that it competes with.
 
-    The search used to be limited to the 8 microbatches of 1F1B. The plan then chose a step of 1010
-    that holds 11.5 microbatches, although a search within 11.5 finds a step of 986.
+    The search used to be limited to the 8 microbatches of 1F1B. The plan then chose a step
+    of 1010 that holds 11.5 microbatches, although a search within 11.5 finds a step of 986.
     """
     only_families(monkeypatch, "1f1b", "interleaved", "loop-auto:vpp=4")
     words = ["plan", "pp=8,m=32", "--costs", "f=10,i=12,w=8,comm=1"]

@@ -109,8 +109,8 @@ def test_placement_is_read_off_the_table() -> None:
     [
         ("0F0,0B0\n1F0,1Q0\n", "x.csv, line 2: '1Q0' is not an action: write stage, kind"),
         ("0F0,0B0\n1F0 1B0\n", "x.csv, line 2: '1F0 1B0' is not an action"),
-        ("0F0,0B0\n\n1F0,1B0\n", "x.csv, line 2 holds no action"),
-        ("0F0,0B0\n,,\n", "x.csv, line 2 holds no action"),
+        ("0F0,0B0\n\n1F0,1B0\n", "x.csv, line 2 has no action"),
+        ("0F0,0B0\n,,\n", "x.csv, line 2 has no action"),
         (
             "0F0,0B0\n2F0,2B0\n",
             "x.csv, line 2: 2F0 is of stage 2, but no action is of stage 1; these numbers",
@@ -119,8 +119,8 @@ def test_placement_is_read_off_the_table() -> None:
             "0F0,0F1,0B0,0B1\n1F0,1B0\n1F1,1B1\n",
             "x.csv, line 3 has no stage of its own: 1F1 is of stage 1, which is on line 2; all",
         ),
-        ("", "x.csv holds no action"),
-        (",,\n", "x.csv, line 1 holds no action"),
+        ("", "x.csv has no action"),
+        (",,\n", "x.csv, line 1 has no action"),
         (
             "0F0,0WAIT_F0,0B0\n1F0,1B0\n",
             "x.csv, line 1: 0WAIT_F0 is a message or a wait, not a pass; omit",
@@ -255,7 +255,7 @@ def test_files_as_spreadsheets_write_them(content: bytes, tmp_path: Path) -> Non
         ),
         (b"0F0,0B0 \xe9\n", "other.csv is not UTF-8 text (byte 0xe9 at position 8)"),
         (b'0F0,"' + b"0" * 140_000, "line 1 is not a line of a CSV file: field larger than"),
-        (b"", "other.csv holds no action"),
+        (b"", "other.csv has no action"),
     ],
     ids=["utf-16", "latin-1", "a field without end", "empty"],
 )

@@ -47,7 +47,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             f"{_FUNCTION}.forward",
-            reason="the patch of linear layers passes on the arguments of this function",
+            reason="the patch of linear layers calls this function with all its arguments",
             signature=(
                 f"{_ARGUMENTS})",  # 0.18
                 f"{_ARGUMENTS}, gtp_remat_size)",  # 0.19
@@ -56,7 +56,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             _FUNCTION,
-            reason="the wrapper runs Megatron's forward and backward pass without the weight",
+            reason="Megatron's backward pass runs without the weight gradient, which is deferred",
             digests={
                 "0.18": "fda90bfaf38e",
                 "0.19": "4ee6a48b6915",
