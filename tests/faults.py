@@ -68,7 +68,7 @@ class Fault:
 
 
 FAULTS = (
-    # --- the proof, and figures of a schedule before it runs
+    # --- the proof, and times and peaks of a schedule before it runs
     Fault(
         "memory-never-given-back",
         f"{PROGRAM}/memory.py",

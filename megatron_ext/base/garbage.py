@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector, for work that makes many objects in no cycles.
+"""Pause of Python's garbage collector, for work that makes many objects without reference cycles.
 
 Building a program makes millions of small objects that live until it is done. The collector would
 look through all of them again and again, and find nothing.

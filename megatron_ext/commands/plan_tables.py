@@ -45,8 +45,8 @@ def print_tables(made: JobPlan) -> None:
 def _print_plan(made: JobPlan) -> None:
     """Print a table with each schedule under the best distribution of its vocabulary.
 
-    The schedule of the verdict is there as the verdict has it. Schedules that are not recommended
-    have a table of their own.
+    The verdict's schedule has the time and memory that the verdict gives. Schedules that are not
+    recommended have a table of their own.
     """
     plan, taken = made.plan, _taken(made)
     recommendable, others = list[Candidate](), list[Candidate]()

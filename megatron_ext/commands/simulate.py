@@ -432,7 +432,7 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Microbatch
     """Return the unequal microbatches of --microbatch-costs; None if that is not given.
 
     Raises:
-        ValueError: ``text`` is not understood, or there are ``replicas`` and no such microbatches.
+        ValueError: ``text`` is not understood, or it is None and there are several ``replicas``.
     """
     if text is None:
         if replicas > 1:

@@ -1,7 +1,7 @@
 """Costs estimated from a model's description, if no measured ones exist.
 
 The work of a model is counted operation by operation (`operations`), and `Rates` turn it into
-seconds. The bytes that it keeps are counted in activations.py.
+seconds. The bytes that a pass stores are counted in activations.py.
 """
 
 from __future__ import annotations

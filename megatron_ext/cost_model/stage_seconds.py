@@ -1,7 +1,7 @@
 """Seconds of F, I and W of a stage, by operation and by the group of ranks that they wait for.
 
 Estimates are scaled by measurements of single operations and groups, and overlapped where Megatron
-overlaps them. The parts of a pass are therefore kept apart until the end.
+overlaps them. The parts of a pass are therefore separate until the end.
 """
 
 from __future__ import annotations

@@ -64,10 +64,11 @@ def _speeds(slow: Mapping[int, float], ranks: int, digits: int) -> RankSpeeds:
 
 
 def speeds_in(steps: Sequence[TracedStep]) -> tuple[RankSpeeds | None, RankSpeeds | None]:
-    """Return the ranks' relative speeds that traced ``steps`` show, and those of medians of steps.
+    """Return the relative speeds of ranks in traced ``steps``: certain ones, and likely ones.
 
-    The latter may be noise. Each is None if no rank is slow. A rank is surely slow if it is so in
-    every one of several steps, by more than its steps differ.
+    A rank is certainly slow if it is slow in each of several steps, by more than its steps differ.
+    Likely speeds are those of the steps' medians, and may be noise. Either is None if no rank is
+    slow.
     """
     of_steps = [seconds_over_predicted(step.measured, step.predicted) for step in steps]
     medians = [statistics.median(ratios) for ratios in zip(*of_steps, strict=True)]

@@ -200,7 +200,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     Args:
         with_curves: whether to compute the data of the plan's picture.
         lengths: file of microbatches (`read_loads`), to compute the gain of arranging them under
-            the recommended schedule; None: they are alike.
+            the recommended schedule; None: all microbatches are equal.
 
     Raises:
         ValueError: ``lengths`` is at fault.

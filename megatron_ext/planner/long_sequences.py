@@ -192,8 +192,8 @@ def cuts_to_compare(
     requested: Slices = UNCUT,
     at_most: float = math.inf,
 ) -> list[Slices]:
-    """Return the slices to compare: each of `COUNTS`, of equal work, with each W apart, and with
-    joined W if that `may_gain_by_joining`.
+    """Return the slices to compare: each of `COUNTS`, of equal work, with a W for each slice, and
+    with joined W if that `may_gain_by_joining`.
 
     Args:
         variants_of: as of `alternatives_with_slices`. Slices for which it raises ValueError are

@@ -74,7 +74,7 @@ class Training:
         limit: limit of activations; None: no limit.
         options: the requested options. Only schedules that can overlap passes do so.
         layers: number of layers of the model, if ``trained`` does not tell.
-        speeds: speeds of the ranks, relative to those of the costs; None: all are alike.
+        speeds: speeds of the ranks, relative to those of the costs; None: all are equal.
         in_seconds: whether times are seconds, estimated or measured.
     """
 

@@ -1,7 +1,7 @@
 """The turns of a race, and what they show.
 
 In a round each schedule has two turns, in an order and then in its reverse (A B C C B A), so that a
-steady drift, as of a GPU that warms up, affects all schedules alike. A round gives one ratio for
+steady drift, as of a GPU that warms up, affects all schedules equally. A round gives one ratio for
 each candidate. The candidate is judged by the median of its ratios, and their quartiles are the
 spread.
 """

@@ -1,7 +1,7 @@
 """Distance of two tensors, in units in the last place (ulps).
 
-One ulp is the step to the next number of the type. Zeros of either sign are 0 ulps apart, though
-their bits differ; the distance of integers is their difference.
+One ulp is the step to the next number of the type. Between zeros of either sign there are 0 ulps,
+though their bits differ; the distance of integers is their difference.
 """
 
 from __future__ import annotations

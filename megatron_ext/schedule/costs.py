@@ -548,8 +548,8 @@ class Costs:
         )
 
     def _with_fixed_of(self, estimate: Costs) -> Costs:
-        """Return these costs with the fixed seconds of ``estimate``, scaled by the ratio of both
-        costs' passes: of layers and of the vocabulary apart, if both costs tell them apart."""
+        """Return these costs with the fixed seconds of ``estimate``, scaled by the ratio of the
+        passes in both costs: separately for layers and vocabulary, if both costs have these."""
         if self.vocabulary is None or estimate.vocabulary is None:
             return self.with_slices(fixed=_scaled(estimate.slices.fixed, self, estimate))
         here, there = self.vocabulary, estimate.vocabulary

@@ -129,7 +129,7 @@ class JobShop:
         recompute_deltas: memory that a pass acquires in addition to ``memory_deltas``, because its
             activation is recomputed: F acquires less, and R the difference. Shape (operations,
             columns). None: there are no operations of R.
-        differences: differences between the passes of an operation; None if all are alike.
+        differences: differences between the passes of an operation; None if all are equal.
         is_mirrored: whether time runs backwards.
     """
 

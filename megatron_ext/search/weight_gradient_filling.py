@@ -235,8 +235,8 @@ def _last_start(problem: Problem) -> float:
 class _Bounds:
     """Interval of deadlines, or of spans, that all lead to the same filling of W.
 
-    A deadline decides only whether a rank may idle, so every deadline between two neighbouring
-    decisions places all W alike.
+    A deadline decides only whether a rank may idle, so all deadlines between two neighbouring
+    decisions lead to the same places of W.
 
     Attributes:
         least: the latest deadline that some idling of this filling required.

@@ -36,8 +36,8 @@ MODEL = (
 # Cases: tokens of a prompt, tokens of an answer, and least expected gain.
 CASES = ((1024, 1024, 1.6), (4096, 1024, 2.7), (6144, 512, 3.5), (256, 2048, 1.05))
 _ELEMENT = 2  # bytes of a bf16 element
-# Reads and writes of an attended key and value: they are gathered in F and once more in I, where
-# their gradient is read, and an fp32 sum is read and written.
+# Number of times that the bytes of an attended key and value are read or written. They are gathered
+# in F and once more in I. In I their gradient is read, too, and an fp32 sum is read and written.
 _MOVED_FORWARD, _MOVED_BACKWARD = 2, 2 + 1 + 2 * 2
 
 

@@ -77,7 +77,7 @@ def programs() -> Subject:
 
 
 def _simulated(words: str) -> str:
-    """Return the digest of a program, with figures that show what another digest changes."""
+    """Return the digest of a program, with numbers that show what another digest changes."""
     said = run(f"simulate {words} --json --program program.txt")
     if not said.startswith("{"):
         return said

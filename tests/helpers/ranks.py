@@ -221,7 +221,7 @@ class RunningRanks:
         return ""
 
     def wait_until_it_says(self, rank: int, text: str) -> None:
-        """Return when ``text`` is in the rank's stderr."""
+        """Wait until ``text`` is in the rank's stderr."""
         end = time.monotonic() + HANGS
         while text not in self.stderr(rank):
             assert time.monotonic() < end, f"rank {rank} never said {text!r}: {self.stderr(rank)}"

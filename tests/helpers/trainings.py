@@ -66,7 +66,7 @@ class Training:
         return int(str(given)) if given else samples * (2 * self.ranks // rows)
 
     def run(self, **more: object) -> list[Run]:
-        """Train with ``more`` flags, from the initialisation."""
+        """Train from initial weights, with the additional flags ``more``."""
         with self.around():
             return train(self.ranks, self.words(**more), self.script, self.config, self.build)
 

@@ -171,7 +171,7 @@ class Workers:
         def call(data: Any) -> Any:
             ranks = gathered(self._worker._query_dispatch_info(mesh))
             ((parts,), _) = _split_args_kwargs_data_proto(max(ranks) + 1, data)
-            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # unlocked like Ray's copy
+            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # Ray's copy is unlocked, too
             answers = gathered((self._worker._query_collect_info(mesh), answer))
             return _concat_data_proto_or_future([one for collected, one in answers if collected])
 

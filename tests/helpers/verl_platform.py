@@ -11,7 +11,7 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 
 class _Device:
-    """torch.cuda as the CPU platform leaves it, with the figures of a device."""
+    """torch.cuda as the CPU platform leaves it, with the values of a device."""
 
     @staticmethod
     def device_count() -> int:

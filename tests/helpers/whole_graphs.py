@@ -49,7 +49,7 @@ Set = Callable[[Any, str, Any], None]  # `setattr`, or a MonkeyPatch's
 
 
 class HostDecision(AssertionError):
-    """Raised for what a captured step has no place for."""
+    """Raised if the host decides something in a step that is captured as a CUDA graph."""
 
 
 def _fail(what: str) -> None:

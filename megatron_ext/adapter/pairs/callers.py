@@ -1,7 +1,7 @@
 """Callers whose passes Megatron can turn into schedule plans.
 
-A schedule plan is a forward pass taken apart, so Megatron has plans only for some models, and a
-caller has to make it on request (``return_schedule_plan``). A model without plans is refused. A
+A schedule plan is a forward pass in separate parts, so Megatron has plans only for some models, and
+a caller has to make it on request (``return_schedule_plan``). A model without plans is refused. A
 caller that takes no plans still trains: it is told once that its passes overlap nothing.
 """
 

@@ -117,8 +117,9 @@ def connect_token_shifts(
     while messages of the pipeline are posted. So one message is exchanged here, where all other
     connections are made.
 
-    Collective over the group if the ``models`` have multi-token prediction, as all its ranks then
-    do; with a ``recorder``, which is told of the wait, in any case.
+    All ranks of the group must call this function if the ``models`` have multi-token prediction
+    (then those of all ranks have), and in any case if there is a ``recorder``, which notes the
+    wait.
     """
     if context_parallel.size() == 1:
         return

@@ -1,7 +1,7 @@
 """The function that plans the job of ``megatron-ext plan``.
 
 A launch is planned by Megatron's arguments, and sizes by a model without experts or by costs alone.
-Both become a `JobPlan`, which is printed alike.
+Both become a `JobPlan`, which is printed in the same way.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
     """For each stage and kind of action: stage, kind and slice of the actions on which it may
     depend.
 
-    These dependencies (`needed`) are alike for every microbatch, so they are computed once. The
+    These dependencies (`needed`) are the same for every microbatch, so they are computed once. The
     slice is that of `Need.slice`.
     """
 

@@ -59,7 +59,7 @@ class UnequalSteps:
 
     Args:
         expert_replicas: number of neighbouring data-parallel replicas that share experts: a pass
-            takes as long as the longest of theirs, since they exchange tokens in every layer.
+            takes as long as the longest of their passes, since they exchange tokens in every layer.
     """
 
     def __init__(self, program: Program, expert_replicas: int = 1) -> None:

@@ -1,10 +1,11 @@
-"""Pairing: a forward pass and a backward pass of a rank run as one, side by side.
+"""Overlap of passes: a forward pass and a backward pass of a rank run as one, side by side.
 
 This is DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and Megatron's
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
-(`OverlapCosts`). Any two adjacent passes of a rank, W aside, can be a pair if neither needs the
-other. The price is that the output of F is sent only after the backward pass has ended too. Which
-passes become pairs is decided by playing the schedule through in time (`overlap_passes`).
+(`OverlapCosts`). A forward and a backward pass that a rank runs one after the other, with nothing
+but W between them, can overlap if neither needs the other. The price is that the output of F is
+sent only after the backward pass has ended too. Which passes overlap is decided by playing the
+schedule through in time (`overlap_passes`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Factors of a machine: measured over estimated seconds of single operations, by their shapes.
 
-Costs per layer type hold for the sizes at which they were measured. At other tensor-parallel sizes
-a layer has other products, fewer heads and shorter collectives, whose seconds change by more or
-less than the estimate says. Each operation's estimate is multiplied by the factor of the measured
-operation that is closest in shape or size.
+Costs per layer type are valid for the sizes at which they were measured. At other tensor-parallel
+sizes a layer has other products, fewer heads and shorter collectives, whose seconds change by more
+or less than the estimate says. Each operation's estimate is multiplied by the factor of the
+measured operation that is closest in shape or size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bytes that a pass takes only while it runs, in addition to those that it stores for later passes.
 
-A rank that holds all it may still needs memory for the pass that runs. The largest temporary
-tensors are counted, as they decide whether a rank fits.
+A rank that stores as many activations as its limit allows still needs memory for the running pass.
+The largest temporary tensors are counted, as they decide whether a rank fits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Programs that start the ranks in torchrun's place, or around it.
 
-How many ranks a command starts, and with which variables, stands in the words of these programs:
-srun, env, containers and others. Only words whose meaning is known count.
+The arguments of these programs (srun, env, containers and others) say how many ranks a command
+starts, and with which environment variables. Arguments of unknown meaning are ignored.
 """
 
 from __future__ import annotations

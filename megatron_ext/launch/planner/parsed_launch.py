@@ -361,8 +361,8 @@ def _free(
 def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:
     """Return the relative speeds of the pipeline ranks of validated ``args``.
 
-    Return None if all are alike. The speeds are the product of those that are given, seen in a
-    trace, and known of the ranks' GPUs.
+    Return None if all ranks are equally fast. The speeds are the product of those that are given,
+    seen in a trace, and known of the ranks' GPUs.
     """
     of_gpus = None
     ranks = args.pipeline_model_parallel_size

@@ -1,8 +1,8 @@
 """Megatron's own recompute of layers (``--recompute-*``): a launch's settings and alternatives.
 
 Which layers a rank can afford to store depends on the layout, so both are chosen together. The
-alternatives are those that Megatron's flags can express and that the model's cost estimate tells
-apart.
+alternatives are those that Megatron's flags can express and that differ in the model's estimated
+costs.
 """
 
 from __future__ import annotations

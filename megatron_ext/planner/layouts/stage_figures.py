@@ -103,7 +103,8 @@ class StageFigures:
         return figures
 
     def slowness(self, placement: Placement) -> Floats | None:
-        """Return by stage how many times as long it takes on its rank; None if ranks are alike."""
+        """Return by stage how many times as long it takes on its rank; None if ranks are equally
+        fast."""
         speeds = self.work.speeds
         return np.array(slowness_of(placement, speeds)) if speeds else None
 

@@ -50,7 +50,7 @@ class Work:
         recompute: Megatron's recompute of layers, which ``costs_of`` counts.
         pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: speeds of the ranks, relative to those that ``costs_of`` is for; () if all are
-            alike.
+            equal.
         slices: slices of each microbatch.
         stock: how Megatron runs its own schedules.
         may_separate_prediction: whether multi-token prediction may be on another stage than the

@@ -5,7 +5,7 @@ A step takes the work of the fullest rank and the bubble of its schedule:
     microbatches x (seconds of the fullest rank) + bubble + (optimizer and exposed reductions)
 
 Seconds and bytes of a layer and of the ends are those that layouts are compared by. Layers are
-balanced here, and alike: of several types each counts as their mean. The best are simulated
+spread evenly here, and are equal: each counts as the mean of all types. The best are simulated
 afterwards, and no number of this formula is printed.
 """
 

@@ -129,8 +129,8 @@ class FailureReport:
     def _listen(self) -> str | None:
         """Poll until another rank's report is in the store, and return the report.
 
-        Returns None if this rank has reported itself, or is stopped, which it notes for the other
-        ranks.
+        Returns None if this rank has reported a failure of its own, or has been stopped. A rank
+        that is stopped writes so into the store, for the other ranks.
         """
         while not self._is_stopped:
             if self._words is not None:

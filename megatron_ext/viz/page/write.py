@@ -79,7 +79,7 @@ def text_of(page: Page) -> str:
         "title": html.escape(page.title),
         "style": _file_text("page.css"),
         "script": script,
-        # The last replacement, so that names which users gave are not searched for placeholders.
+        # This replacement is the last, so that users' names with {{...}} in them are not replaced.
         "data": data,
     }.items():
         text = text.replace(f"{{{{{name}}}}}", content)

@@ -9,7 +9,7 @@ python -m tests.gpu.one_gpu.rehearsal cuda|cpu loops   Megatron's interleaved an
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu values  zb-v with zeros, normal and real values
 python -m tests.gpu.one_gpu.rehearsal cuda|cpu offload zb-v with all activations on the host
 
-Each criterion of `CRITERIA` that a case can answer is a row with its figure. A criterion that does
+Each criterion of `CRITERIA` that a case can answer is a row with its value. A criterion that does
 not hold is a result, and no failure of the case.
 """
 
@@ -41,7 +41,7 @@ SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class Criterion:
-    """Criterion that disproves the model behind a rehearsal if its figure is above ``limit``."""
+    """Criterion that disproves the model behind a rehearsal if its value is above ``limit``."""
 
     what: str
     limit: float
@@ -244,7 +244,7 @@ def answer(case: str, criterion: Criterion, figure: float) -> None:
 
 
 def _answer_ranks(case: str, ranks: Sequence[RankResult]) -> None:
-    """Answer the criteria on passes and bytes with the largest figure of all ranks."""
+    """Answer the criteria on passes and bytes with the largest value of all ranks."""
     off = [
         100 * abs(seconds / one.estimated[kind] - 1)
         for one in ranks

@@ -23,7 +23,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. ``figure`` is the measured figure, or the reason why there is none."""
+    """A row of the table. ``figure`` is the measured value, or the reason why there is none."""
 
     case: str
     figure: str

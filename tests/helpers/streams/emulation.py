@@ -80,7 +80,7 @@ def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None
     run, perform = ranks.Request.run, _Execution.perform
 
     def emulated_run(request: ranks.Request) -> Any:
-        if engine.is_watching:  # a rank that was forked from another one
+        if engine.is_watching:  # this rank was forked from one that is emulated already
             value = run(request)
         else:
             device.storages.trace = None if traces is None else []

@@ -68,8 +68,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int]) -> None:
     """Weights are quantized to FP8 in the first forward pass of a step, whichever microbatch it
-    runs. They were quantized in the pass of microbatch 0, so with a schedule file that runs others
-    first, earlier passes used the weights of the step before."""
+    runs. They used to be quantized in the pass of microbatch 0, so with a schedule file that runs
+    others first, earlier passes used the weights of the step before."""
     model = QuantisedModel()
     for _ in range(2):
         stage = stage_of(model)

@@ -52,8 +52,8 @@ def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.Monk
 
 def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Global rank 0 builds datasets for the other ranks, but gets no loader if its stage reads
-    nothing. It got one while its data-parallel peers had none, so the first collective of these
-    ranks hung."""
+    nothing. It used to get one while its data-parallel peers had none, so the first collective of
+    these ranks hung."""
     assert built_and_given(monkeypatch, 0, 0) == (True, False)
     assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 

@@ -520,7 +520,7 @@ def test_bf16_errors_are_not_above_those_of_whole_sequences() -> None:
 
 class Kernel(torch.autograd.Function):
     """Attention on [s, b, heads, channels] that saves what flash attention does: inputs, outputs,
-    and a figure for each query and head."""
+    and a number for each query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

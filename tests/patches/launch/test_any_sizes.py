@@ -146,8 +146,8 @@ def now_of(request: LaunchRequest) -> Alternative:
     ids=str,
 )
 def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
-    """`plan` gives the same step time for the given launch with and without `--any-sizes`. It once
-    estimated 14.46 s with the option and 13.86 s without it."""
+    """`plan` gives the same step time for the given launch with and without `--any-sizes`. It used
+    to estimate 14.46 s with the option and 13.86 s without it."""
 
     def of_sizes(parsed: ParsedLaunch) -> SizedStep | None:
         return SizedLaunch(parsed, sized_job_of(asked, parsed)).baseline()
@@ -265,7 +265,7 @@ def test_of_a_tie_the_checked_one_is_taken(
     longer: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--any-sizes` keeps the kind of parallelism that measurements have checked if another gains
-    less than an estimate can tell. It recommended context parallelism for a gain of 0.5 %."""
+    less than an estimate can tell. It used to recommend context parallelism for a gain of 0.5 %."""
 
     def judged(made: Judgement, write: Callable[[], Written]) -> Alternative:
         one = alternative_of(made.args, made.candidate(), write)

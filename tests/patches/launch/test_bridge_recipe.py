@@ -318,8 +318,8 @@ def findings(*words: str) -> tuple[dict[str, str], float]:
 
 def test_doctor_refuses_what_use_would(recipes: str) -> None:
     """`doctor` of a recipe refuses what `bridge.use` would refuse. An order of microbatches depends
-    on the recipe's dataset, which Megatron's arguments do not show: doctor refused a recipe of
-    packs, and accepted a recipe whose microbatches cost the same."""
+    on the recipe's dataset, which Megatron's arguments do not show: doctor used to refuse a recipe
+    of packs, and accepted a recipe whose microbatches cost the same."""
     found, _ = findings(f"{recipes}:small", *ARRANGED)
     with pytest.raises(ValueError) as refused:
         bridge.check(
@@ -333,8 +333,8 @@ def test_doctor_refuses_what_use_would(recipes: str) -> None:
 
 
 def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
-    """`plan` of a recipe orders packed microbatches if `bridge.use` would. It decided by Megatron's
-    arguments, which do not tell that a recipe packs."""
+    """`plan` of a recipe orders packed microbatches if `bridge.use` would. It used to decide by
+    Megatron's arguments, which do not tell that a recipe packs."""
     written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
 
     def refused(name: str) -> str | None:

@@ -56,8 +56,8 @@ def test_tensor_and_context_parallel_ranks_have_one_queue_wherever_they_are_plan
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Estimates assume CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and context parallelism on any
-    machine, because Megatron requires the variable for them before Blackwell. It was assumed only
-    on machines without a GPU, so two machines planned differently."""
+    machine, because Megatron requires the variable for them before Blackwell. It used to be assumed
+    only on machines without a GPU, so two machines planned differently."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     args = megatron_arguments.parse_arguments(model_flags()).args
 

@@ -47,7 +47,7 @@ def test_an_output_has_its_mark(page: Path) -> None:
 
 
 def test_figures_of_the_worked_example_are_those_of_its_outputs() -> None:
-    """Every figure that docs/planning.md mentions in the text of its DeepSeek-V3 example occurs in
+    """Every number that docs/planning.md mentions in the text of its DeepSeek-V3 example occurs in
     the outputs of that example, so the text must change with them."""
     planning = (write_outputs.ROOT / "docs" / "planning.md").read_text()
     example = planning.split('<a id="deepseek-v3"></a>')[1].split("\n<a id=")[0]

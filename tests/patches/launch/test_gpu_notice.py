@@ -1,5 +1,5 @@
 """Tests of the notice in the first line of a run on several GPUs, which is printed until
-docs/measurements.md has such figures."""
+docs/measurements.md has numbers of several GPUs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_goes_when_the_page_has_figures() -> None:
-    """The notice that there are no figures from several GPUs, and the status in README.md, agree
-    with docs/measurements.md: they must change once that page has such figures."""
+    """The notice that there are no numbers from several GPUs, and the status in README.md, agree
+    with docs/measurements.md: they must change once that page has such numbers."""
     page = (ROOT / "docs" / "measurements.md").read_text()
     _, section = page.split("\n## On several GPUs\n")
     has_figures = "| device |" in section.split("\n## ")[0]

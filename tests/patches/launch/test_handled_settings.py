@@ -204,7 +204,7 @@ def test_two_groups_are_refused() -> None:
 
 def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's parser gets the flags that a launch with a plan adds, so checkpoints keep them
-    too. They were written into the script's ``sys.argv``, which now stays unchanged."""
+    too. They used to be written into the script's ``sys.argv``, which now stays unchanged."""
     words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])

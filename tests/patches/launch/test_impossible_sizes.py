@@ -2,8 +2,8 @@
 
 A layout with a layer too few ended `megatron-ext doctor`, `plan` and every rank with
 ``AssertionError: ([2, 1], 4)``. --moe-layer-freq 0 and --seq-length 0 ended them in divisions by
-zero. `doctor` accepted what Megatron finds only in its first step, such as more experts to choose
-than there are.
+zero. `doctor` used to accept what Megatron finds only in its first step, such as more experts to
+choose than there are.
 """
 
 from __future__ import annotations

@@ -329,8 +329,8 @@ def test_a_world_size_that_overrules_the_launchers_says_so() -> None:
     ],
 )
 def test_ranks_that_megatron_would_not_find(command: str, variable: str) -> None:
-    """`doctor` remarks if Megatron would not find the ranks that a launcher starts. It said "right:
-    8 ranks" of commands under Open MPI in which each process would have trained alone."""
+    """`doctor` remarks if Megatron would not find the ranks that a launcher starts. It used to say
+    "right: 8 ranks" of commands under Open MPI in which each process would have trained alone."""
     launch = read_launch(shlex.split(command))
     found = check_rank_variables(launch, "import megatron.training")
     assert [finding.verdict for finding in found] == [Severity.REMARK] * bool(variable)
@@ -345,7 +345,7 @@ def test_a_launch_of_mpi_has_the_remark_on_its_ranks() -> None:
 
 
 def test_an_assertion_of_a_missing_argument_names_its_flag() -> None:
-    """`doctor` names the flag of a missing argument. It printed Megatron's "assert
+    """`doctor` names the flag of a missing argument. It used to print Megatron's "assert
     args.save_interval is not None", from which a user had to guess the flag."""
     (wrong,) = told(checked(save="/tmp/saved"), Severity.WRONG)
     assert wrong.startswith("arguments: --save-interval is missing, add it with its value: ")
@@ -496,7 +496,7 @@ def test_flags_of_modules_that_the_script_imports(
 
 
 def test_flags_of_older_scripts() -> None:
-    """`doctor` suggests today's names for flags of older Megatron scripts. It suggested the
+    """`doctor` suggests today's names for flags of older Megatron scripts. It used to suggest the
     opposite of --no-query-key-layer-scaling, --use-mup for --use-mpi, and called an old name "the
     script's own, perhaps"."""
     words = ("--use-mpi", "--no-query-key-layer-scaling", "--tensor-parallel-size", "2")
@@ -562,8 +562,8 @@ def from_command(beginning: str, **overrides: object) -> Report:
 
 
 def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor` calls a command wrong that has our flags but does not start megatron_ext. It found
-    nothing wrong, and the launch died of unrecognized arguments."""
+    """`doctor` calls a command wrong that has our flags but does not start megatron_ext. It used to
+    find nothing wrong, and the launch died of unrecognized arguments."""
     (wrong,) = told(from_command(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
@@ -642,7 +642,7 @@ def test_a_command_that_is_not_megatrons(
     command: str, script: str | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor` says that a command is not one of Megatron's, such as verl's, and stops its check.
-    It gave verl's settings to Megatron's parser, and answered "Megatron asserts: assert
+    It used to give verl's settings to Megatron's parser, and answered "Megatron asserts: assert
     args.micro_batch_size is not None", "correct it", with exit code 1."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
@@ -772,7 +772,7 @@ def test_a_tried_command_has_no_such_remark(overrides: dict[str, Any]) -> None:
 )
 def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
     """`doctor` treats an unknown flag that resembles one of ours as misspelt, and names the right
-    one. It called --pipeline-shedule-memory-limit "the script's own, perhaps"."""
+    one. It used to call --pipeline-shedule-memory-limit "the script's own, perhaps"."""
     (wrong,) = told(checked(word, "4"), Severity.WRONG)
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
 
@@ -840,8 +840,8 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
 
 def test_a_bare_doctor_runs_nothing_of_the_working_directory(tmp_path: Path) -> None:
     """`doctor` without a command imports nothing from the working directory unless PYTHONPATH names
-    it, and says that there is a checkout of Megatron. It imported the modules of any folder, a
-    download's too."""
+    it, and says that there is a checkout of Megatron. It used to import the modules of any folder,
+    a download's too."""
     fork = tmp_path / "megatron" / "core"
     fork.mkdir(parents=True)
     (fork / "__init__.py").write_text("raise RuntimeError('the fork is here')")
@@ -944,8 +944,8 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
 
 
 def test_context_parallel_ranks_share_optimizer_states() -> None:
-    """`doctor` splits optimizer states over context-parallel ranks too. It said that a Llama-3 70B
-    with TP 4 and CP 2 takes 11 GiB more than it does."""
+    """`doctor` splits optimizer states over context-parallel ranks too. It used to say that a
+    Llama-3 70B with TP 4 and CP 2 takes 11 GiB more than it does."""
     given: dict[str, Any] = {"use_distributed_optimizer": True, "global_batch_size": 16}
     taken = []
     for context_ranks in (1, 2, 4):

@@ -142,7 +142,7 @@ def test_sparse_attention_has_no_estimate() -> None:
 
 def test_a_launch_with_virtual_stages() -> None:
     """`plan` compares a launch with four chunks a rank with schedules that have other numbers of
-    chunks. It refused such a launch, because a linear placement has one chunk a rank and a V
+    chunks. It used to refuse such a launch, because a linear placement has one chunk a rank and a V
     two."""
     plan = made()
     assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
@@ -322,8 +322,8 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def test_one_pipeline_rank_is_one_line() -> None:
-    """`plan` for one pipeline rank prints one line. It refused each of thirty schedules in a line
-    of its own."""
+    """`plan` for one pipeline rank prints one line. It used to refuse each of thirty schedules in a
+    line of its own."""
     flags = FLAGS | {
         "pipeline_model_parallel_size": 1,
         "num_virtual_stages_per_pipeline_rank": None,
@@ -542,8 +542,8 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
 
 
 def test_flags_that_megatron_does_not_know_are_a_remark() -> None:
-    """`plan` remarks on flags that Megatron does not know, as `doctor` does. It said nothing, and
-    the command that it wrote would have been refused because of them."""
+    """`plan` remarks on flags that Megatron does not know, as `doctor` does. It used to say
+    nothing, and the command that it wrote would have been refused because of them."""
     words = (*launch().arguments, "--use-z-loss")
     plan = plan_launch(LaunchRequest(replace(launch(), arguments=words), gpu=parse_gpu("h100")))
     (remark,) = plan.remarks
@@ -602,8 +602,8 @@ def saved(folder: Path, kind: str, **overrides: object) -> Path:
 
 
 def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
-    """`plan` says whether the launch's checkpoint loads under the command that it writes. It
-    compared only which rank has which stage, said that a checkpoint "can be loaded, optimizer
+    """`plan` says whether the launch's checkpoint loads under the command that it writes. It used
+    to compare only which rank has which stage, said that a checkpoint "can be loaded, optimizer
     states too", and the written command ended because of that checkpoint."""
     (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
     why = "the checkpoint's optimizer states (dp_reshardable) can only be loaded if each stage is"
@@ -620,8 +620,8 @@ def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
 def test_the_checkpoint_of_a_kept_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan` judges the checkpoint of a command that it leaves as it is. It said nothing, and
-    Megatron's own command ended because of its checkpoint."""
+    """`plan` judges the checkpoint of a command that it leaves as it is. It used to say nothing,
+    and Megatron's own command ended because of its checkpoint."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     kept = made(load=saved(tmp_path, "dp_reshardable"), **NO_VIRTUAL)
@@ -629,8 +629,8 @@ def test_the_checkpoint_of_a_kept_command_is_judged(
 
 
 def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
-    """`plan` judges the checkpoint of --pretrained-checkpoint, as `doctor` does. It said nothing of
-    that flag."""
+    """`plan` judges the checkpoint of --pretrained-checkpoint, as `doctor` does. It used to say
+    nothing of that flag."""
     folder = saved(tmp_path / "a", "dp_reshardable")
     (remark,) = made(pretrained_checkpoint=folder, load=tmp_path / "new").remarks
     assert remark.startswith("--pretrained-checkpoint") and "loads weights only" in remark

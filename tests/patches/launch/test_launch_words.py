@@ -152,8 +152,8 @@ def test_variables_that_a_launcher_sets(
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
 def test_a_flag_before_the_script(launcher: str) -> None:
-    """A flag of megatron_ext before the script is an error that says where to write it. It was
-    ignored, and the rest of the command was judged as Megatron's own pipeline; the launch itself
+    """A flag of megatron_ext before the script is an error that says where to write it. It used to
+    be ignored, and the rest of the command was judged as Megatron's own pipeline; the launch itself
     said that there is no such option."""
     words = shlex.split(f"{launcher} -m megatron_ext --pipeline-schedule zb-h1 x.py --a 1")
     with pytest.raises(ValueError) as error:

@@ -423,8 +423,9 @@ def test_figures_of_a_log() -> None:
 def test_a_plan_compares_its_estimate_with_the_log(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan` compares its estimate with the step time and memory in the log. The log had 423 s a
-    step and 58.9 GiB, the plan said 165 s, and did not mention the log's step time and memory."""
+    """`plan` compares its estimate with the step time and memory in the log. The log has 423 s a
+    step and 58.9 GiB. The plan used to say 165 s, and not to mention the log's step time and
+    memory."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)

@@ -1,8 +1,8 @@
 """Tests that `doctor`, and `plan` of the given command, come to the same results for a launch
 command.
 
-Each had code of its own, and they contradicted each other: plan dropped a split vocabulary, a group
-of microbatches and a batch that grows, and gave a time to commands that doctor refused.
+Each had code of its own, and they contradicted each other: plan used to drop a split vocabulary, a
+group of microbatches and a batch that grows, and gave a time to commands that doctor refused.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ _AT_NIGHT: list[tuple[int, Flags]] = [
 
 @dataclass(frozen=True)
 class Answer:
-    """Result for a command: the reasons why it cannot run, or its figures."""
+    """Result for a command: the reasons why it cannot run, or its values."""
 
     whys: tuple[str, ...] = ()
     microbatches: int = 0
@@ -317,8 +317,8 @@ def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> No
 
 
 def test_a_misspelt_flag_gets_no_time() -> None:
-    """`plan` gives no time for a command with a misspelt flag, and names the right one. It ignored
-    the flag, and timed another training than the one that was meant."""
+    """`plan` gives no time for a command with a misspelt flag, and names the right one. It used to
+    ignore the flag, and timed another training than the one that was meant."""
     launch = launch_of_words(4, [*model_flags(**_MODEL), "--recompute-granularty", "full"])
     (why,) = by_doctor(launch).whys
     assert why == "there is no flag --recompute-granularty"
@@ -466,9 +466,10 @@ def check_that_plan_keeps_what_it_writes(launch: Launch) -> None:
 def test_a_costs_file_has_one_bubble_and_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All commands give one bubble and one step time for a costs file. `simulate` computed the
-    output layer's weight gradient in W, although a launch without a memory limit computes it in I:
-    a bubble of 15.8 % against doctor's 16.5 %. `plan` printed the file's seconds without a unit."""
+    """All commands give one bubble and one step time for a costs file. `simulate` used to compute
+    the output layer's weight gradient in W, although a launch without a memory limit computes it in
+    I: a bubble of 15.8 % against doctor's 16.5 %. `plan` used to print the file's seconds without a
+    unit."""
     flags = {"num_layers": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     path = tmp_path / "costs.json"
 

@@ -135,8 +135,8 @@ def test_steps_that_cannot_overlap_are_remarked_on(
 
 def test_a_launch_reads_the_weights_of_samples_first(capsys: pytest.CaptureFixture[str]) -> None:
     """A launch with an unreadable file of microbatch weights ends with doctor's sentence before it
-    starts. It ended with a traceback on each rank when it read its data, although doctor had named
-    the file."""
+    starts. It used to end with a traceback on each rank when it read its data, although doctor had
+    named the file."""
     flags: Flags = {"pipeline_microbatch_order": "small-ends"}
     flags |= {"pipeline_microbatch_weights": "weights.npy"}
     (why,) = by_doctor(launch_of(RANKS, flags)).whys

@@ -241,8 +241,8 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
-    """A split vocabulary, offload and post-validation accept context parallelism. They refused it
-    because it was untried."""
+    """A split vocabulary, offload and post-validation accept context parallelism. They used to
+    refuse it because it was untried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for options in (
@@ -285,7 +285,7 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:
     """A V refuses checkpoint formats other than torch_dist only if the run loads or saves a
-    checkpoint. It refused them in every run."""
+    checkpoint. It used to refuse them in every run."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = {**sizes, "transformer_impl": "local", "ckpt_format": "torch"}
     refuse(SimpleNamespace(**settings, load=None, save=None), choose("zb-v"))

@@ -174,8 +174,8 @@ def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
 @pytest.mark.real_time
 @nightly("its writer imports Megatron for itself; test_checkpoints.py saves so at night, too")
 def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
-    """A checkpoint that is saved in the background contains the parameters of one iteration. It had
-    half of one iteration's parameters and half of a later one's.
+    """A checkpoint that is saved in the background contains the parameters of one iteration. It
+    used to have half of one iteration's parameters and half of a later one's.
 
     The writing process shares the trainer's host tensors, and Megatron's copy of a tensor to the
     host is no copy if there is no GPU.

@@ -356,8 +356,9 @@ def test_a_race_is_the_same_on_all_ranks(
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:
-    """A rank that builds a different program in a later step is found, and all ranks end. Ranks
-    that see no difference end too, as the first rank in the store has nothing to compare with."""
+    """A rank that builds a different program in a later step is found, and all ranks end. Each
+    rank compares its program with the first one in the store, so the rank that wrote the first one
+    sees no difference. That rank ends, too."""
 
     def differing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):

@@ -1,4 +1,4 @@
-"""Tests that scripts that print figures of docs/measurements.md run, at small sizes."""
+"""Tests that scripts that print numbers of docs/measurements.md run, at small sizes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def doctor(ranks: int, flags: str) -> Result:
 
 def test_case_1_a_layout_of_six_layers_for_eight() -> None:
     """Case 1: `doctor`, `plan` and each rank report a layout with too few layers in Megatron's own
-    sentence. They ended with ``AssertionError: ([3, 3], 8)`` and a traceback."""
+    sentence. They used to end with ``AssertionError: ([3, 3], 8)`` and a traceback."""
     result = doctor(
         8,
         "--global-batch-size 64 --num-layers 8 --pipeline-model-parallel-size 2 "
@@ -178,8 +178,8 @@ def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
 
 def test_case_14_multi_token_prediction_before_the_loss() -> None:
     """Case 14: `doctor` counts the bytes of multi-token prediction, its layer and its embedding, on
-    the rank that has them. They were counted on the loss's rank. `test_model_bytes` compares this
-    difference with stock's parameters."""
+    the rank that has them. They used to be counted on the loss's rank. `test_model_bytes` compares
+    this difference with stock's parameters."""
     flags = "--position-embedding-type rope --num-layers 8 --mtp-num-layers 1"
     words = shlex.split(
         f"{flags} --global-batch-size 16 --pipeline-model-parallel-size 4 "
@@ -194,8 +194,8 @@ def test_case_14_multi_token_prediction_before_the_loss() -> None:
 
 
 def test_case_15_a_layout_that_megatron_refuses() -> None:
-    """Case 15: `plan` refuses a layout that Megatron refuses, with doctor's reason. It gave a time
-    and a verdict for it."""
+    """Case 15: `plan` refuses a layout that Megatron refuses, with doctor's reason. It used to give
+    a time and a verdict for it."""
     words = shlex.split(
         "--position-embedding-type rope --num-layers 10 --mtp-num-layers 2 --global-batch-size 16 "
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'E|(t|)*10m|m|m|LL|LL'"
@@ -240,8 +240,8 @@ def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
 )
 def test_case_2_microbatches_that_stocks_interleaved_schedule_refuses(flags: str, why: str) -> None:
     """Case 2: `doctor` and `plan` refuse numbers of microbatches that stock's interleaved schedule
-    refuses, and name a schedule of ours that accepts them. doctor called such commands right, plan
-    gave them a time, and the first step died (schedules.py 1133 and 1145)."""
+    refuses, and name a schedule of ours that accepts them. doctor used to call such commands right,
+    plan gave them a time, and the first step died (schedules.py 1133 and 1145)."""
     words = (
         "--num-layers 24 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank"
     )
@@ -296,10 +296,11 @@ BIG = shlex.split(
 def test_cases_19_to_22_a_command_as_it_stands(
     flags: str, microbatches: int, fullest: float
 ) -> None:
-    """Cases 19 to 22: `plan` describes the given command (its line ``now:``) as `doctor` does. plan
-    dropped the split vocabulary, the group of microbatches and the larger batch. It also limited
-    the schedule zb-h1 to the GPU's memory, under which the output layer's weight gradient waits for
-    W; without a limit it does not wait."""
+    """Cases 19 to 22: `plan` describes the given command (its line ``now:``) as `doctor` does. In
+    its line, plan used to ignore the split vocabulary, the group of microbatches and the larger
+    batch. plan also used to give zb-h1 the GPU's memory as its limit. With a limit the weight
+    gradient of the output layer is deferred to W, and the command, which has no limit, computes it
+    in I."""
     launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
     now = plan_of(launch)
     assert now == by_doctor(launch)
@@ -312,8 +313,8 @@ def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
     limit: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Case 22: under the schedule zb-h1 the output layer has a W only under a memory limit, and
-    `plan` counts its memory accordingly. plan gave the last rank 1.5 GiB more than doctor did; the
-    training shows that without a limit the output layer has no W."""
+    `plan` counts its memory accordingly. plan used to give the last rank 1.5 GiB more than doctor
+    did; the training shows that without a limit the output layer has no W."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "pipeline_schedule": "zb-h1",
@@ -338,7 +339,7 @@ def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
 
 def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
     """Case 20: `plan` compares schedules at the batch size of the steps that hold most samples of
-    the whole training, and also tells the times of other sizes. plan compared a step of one
+    the whole training, and also tells the times of other sizes. plan used to compare a step of one
     microbatch with a step of 64, and promised a gain of 94.7 %."""
     batches = "--vocab-size 32000 --step-batch-size-schedule '0:16 1M:64 2M:32' --train-iters"
     for iterations, expected in ((10, [16, 32, 64]), (21, [64, 16, 32]), (100, [32, 64, 16])):
@@ -361,8 +362,8 @@ def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
 
 def test_case_23_settings_of_a_schedule_go_with_it() -> None:
     """Case 23: `plan` drops --pipeline-p2p and other settings of our schedules from the command
-    with which Megatron's own schedule is compared. plan compared it with --pipeline-p2p batched,
-    "given without --pipeline-schedule", and ended."""
+    with which Megatron's own schedule is compared. plan used to compare it with --pipeline-p2p
+    batched, "given without --pipeline-schedule", and ended."""
     ours = ("--pipeline-schedule", "zb-v", "--pipeline-p2p=batched", "--pipeline-metrics")
     launch = Launch(str(SCRIPT), False, (*BIG, *ours), world_size=16, installs=True)
     stock = arguments_with(launch, Written(("--num-layers", "16")))
@@ -374,8 +375,8 @@ def test_case_23_settings_of_a_schedule_go_with_it() -> None:
 def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
     """Case 16: `doctor` names what is wrong with loading a checkpoint of another layout, and which
     step helps. Stock saved it with two virtual stages a rank and the distributed optimizer. doctor
-    said "right checkpoints" of each of these launches, and they died. The step that doctor now
-    names makes a checkpoint that loads."""
+    used to say "right checkpoints" of each of these launches, and they died. The step that doctor
+    now names makes a checkpoint that loads."""
     virtual: dict[str, object] = {"num_virtual_stages_per_pipeline_rank": 2}
     stock = Training(
         2,
@@ -438,8 +439,8 @@ def test_case_3_a_ramp_that_megatron_ignores() -> None:
 
 def test_case_4_arguments_from_a_checkpoint() -> None:
     """Case 4: `doctor` checks the batch, tokenizer, data and folder of a command with
-    --use-checkpoint-args, because these do not depend on the checkpoint. doctor gave one remark,
-    then "nothing is wrong", although all four were wrong."""
+    --use-checkpoint-args, because these do not depend on the checkpoint. doctor used to give one
+    remark, then "nothing is wrong", although all four were wrong."""
     words = shlex.split(
         "--num-layers 80 --hidden-size 9192 --num-attention-heads 64 --seq-length 4096 "
         "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 1024 "

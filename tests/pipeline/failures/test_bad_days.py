@@ -176,7 +176,7 @@ def pipeline_flags(ranks: int, microbatches: int, **flags: object) -> list[str]:
 
 
 def said_of_the_loss(result: RankResult) -> list[str]:
-    """Return Megatron's words about a result that it rejects, without the figures."""
+    """Return Megatron's words about a result that it rejects, without the numbers in them."""
     return re.findall(
         r"Unexpected result nan on rank \d at iteration #\d invocation #\d|"
         r"unexpected result is (?:not )?reproducible",

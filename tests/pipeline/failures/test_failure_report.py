@@ -317,8 +317,8 @@ def fail_with_the_store(rank: int) -> None:
 
 
 def test_the_rank_that_keeps_the_store_is_heard(script: Script) -> None:
-    """Other ranks get the failure report of the rank whose process has the store. That report was
-    lost with the process, before any rank had read it."""
+    """Other ranks get the failure report of the rank whose process has the store. That report used
+    to be lost with the process, before any rank had read it."""
     with running_ranks(2, fail_with_the_store, script, connect=False) as running:
         results = running.wait()
     values(results)

@@ -428,7 +428,7 @@ class Steps:
             self.buffers.expected = {(0, Held.ACTIVATION): expected}
 
     def step(self, *numbers: int) -> None:
-        """Run a step with a microbatch for each of ``numbers``, the count of 4-byte figures that it
+        """Run a step with a microbatch for each of ``numbers``, the count of 4-byte numbers that it
         saves."""
         rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
         step = self.offload.step(tuple(parse_action(action) for row in rows for action in row))

@@ -280,7 +280,7 @@ def test_measured_costs_lie_with_the_checkpoints(
     costs: str, save: str | None, trace: str | None, path: str | None
 ) -> None:
     """The file of measured costs is written to the folder of checkpoints if no path is given. It
-    was written to the working directory, where two jobs wrote one file."""
+    used to be written to the working directory, where two jobs wrote one file."""
     config = PipelineConfig.parse(schedule="zb-h1", costs=costs, trace=trace)
     found = costs_path(config, Namespace(save=save))
     assert found == (None if path is None else Path(path))
@@ -658,7 +658,7 @@ def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
     placement = choose(spec).place(2)
     asked = in_seconds("f=6,i=8,w=4", placement)
     measured = parse_costs(result.measured, placement)
-    least = 0.999  # printed figures are rounded
+    least = 0.999  # printed numbers are rounded
     for stage in range(placement.stages):
         assert measured.seconds[Kind.FORWARD][stage] > least * asked.seconds[Kind.FORWARD][stage]
         backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -190,13 +190,13 @@ def test_a_stage_is_complete_after_its_shard() -> None:
 def test_what_is_held(name: str, how: VocabularyParallel) -> None:
     """A rank's part of a split vocabulary stores little. Between S and SW a microbatch stores the
     logits in the type of the product (bfloat16, without a copy in float32), the hidden states, and
-    a few figures a token. After SW only gradients remain."""
+    a few numbers a token. After SW only gradients remain."""
     model = Model(torch.bfloat16)
     ranks = 2
     program = program_for(name, ranks, 4, how)
     tokens = SHAPE[0] * SHAPE[1]
     hidden, logits = (tokens * width * 2 for width in (WIDTH, VOCABULARY // ranks))
-    figures = tokens * 4  # bytes of one float32 figure a token
+    figures = tokens * 4  # bytes of one float32 value a token
     labels = tokens * 8
 
     def run(rank: int) -> None:

@@ -1,7 +1,7 @@
 """Tests of the bytes of the model and of the logits on each rank, with and without a split
 vocabulary.
 
-``pytest -rP`` shows the figures. The model is small and its vocabulary large, so that the tables
+``pytest -rP`` shows the numbers. The model is small and its vocabulary large, so that the tables
 are nearly all of the model. The bytes of parameters, gradients and optimizer states equal those
 that the command `plan` computes from the dimensions.
 """

@@ -121,9 +121,9 @@ def test_bytes_of_divided_sequences_are_those_among_others(
 
 
 def test_no_thread_of_gloos_holds_what_was_reduced_over_one_rank() -> None:
-    """A tensor that is reduced over a single rank is freed with its last reference. gloo's thread
-    kept one sum in a thousand longer, so sometimes a rank of a training stored a sum of the cross
-    entropy more than a rehearsed rank."""
+    """A tensor that is reduced over a single rank is freed with its last reference. In one of a
+    thousand reductions, gloo's thread freed the tensor later. So a rank of a training sometimes
+    stored one tensor of the cross entropy more than a rehearsed rank."""
 
     def held(_: int) -> int:
         def after_a_sum() -> int:

@@ -231,8 +231,8 @@ def test_shapes_that_vary_by_microbatch(place: Place) -> None:
 @pytest.mark.parametrize("microbatches", [6, 8])
 def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None:
     """A receive of a tensor of unknown shape happens when a pass needs it, not ahead of it. The
-    proof treated this receive as posted ahead and accepted this evaluation, in which three ranks
-    waited for one another."""
+    proof used to treat this receive as posted ahead and accepted this evaluation, in which three
+    ranks waited for one another."""
     m = range(microbatches)
     forward = {stage: [Action(stage, Kind.FORWARD, k) for k in m] for stage in range(5)}
     backward = {stage: [Action(stage, Kind.FULL_BACKWARD, k) for k in m] for stage in range(5)}

@@ -533,8 +533,8 @@ def test_a_layout_balanced_to_the_tower(ranks: int) -> None:
 
 
 def test_the_tower_is_measured(tmp_path: Path) -> None:
-    """A training that measures costs also measures an image encoder. It wrote no costs file for
-    models with parts outside the language model."""
+    """A training that measures costs also measures an image encoder. It used to write no costs file
+    for models with parts outside the language model."""
     path = tmp_path / "costs.json"
 
     def on_rank(rank: int) -> None:

@@ -205,8 +205,9 @@ def test_loss_functions_receive_what_stock_gives_them(dtype: torch.dtype) -> Non
     values(run_ranks(2, on_rank))
 
 
-# Results of a loss function that Megatron accepts (forward_step_calc_loss): the loss and anything,
-# or the number of tokens between the two. In an evaluation, a number alone is also accepted.
+# Results of a loss function that Megatron accepts (forward_step_calc_loss): the loss and an object
+# to log; or the loss, the number of tokens and an object to log. An evaluation accepts a single
+# number, too.
 TRAINED: dict[str, LossFunction] = {
     "dict": lambda losses: (losses.mean(), {"loss": losses.mean().item()}),
     "number": lambda losses: (losses.mean(), losses.mean().item()),

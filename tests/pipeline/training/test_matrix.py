@@ -129,7 +129,7 @@ def training(parallelism: str, embeddings: str, precision: str) -> Training:
 # linear layers, gradients and groups as a V; 1f1b has the passes of interleaved, and v-half the
 # placement of zb-v.
 BY_DAY = {
-    # sequence parallelism also has tensor parallelism
+    # TP2 is part of the case with sequence parallelism, which needs it
     "zb-v": [name for name in PARALLELISM if name != "TP2"],
     "interleaved": ["EP2, 4 experts"],
 }

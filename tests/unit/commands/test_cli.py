@@ -52,7 +52,7 @@ def test_simulate_prints_one_object() -> None:
 
 def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
     """`simulate` refuses options that would have no effect, such as --steps without a picture. It
-    accepted them, and nothing was drawn or limited."""
+    used to accept them, and nothing was drawn or limited."""
     words = ("simulate", "1f1b", "--pp", "2", "-m", "2")
     assert "add --plot, --html or --perfetto" in run(*words, "--steps", "3", code=2)
     told = run(*words, "--slice-lengths", "balanced", code=2)
@@ -61,8 +61,8 @@ def test_simulate_refuses_options_without_effect(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_the_reference_itself_has_one_timeline(tmp_path: Path) -> None:
-    """`simulate 1f1b --plot` draws one timeline, because 1F1B is also the baseline. It drew 1F1B
-    twice, with the same title."""
+    """`simulate 1f1b --plot` draws one timeline, because 1F1B is also the baseline. It used to draw
+    1F1B twice, with the same title."""
     pytest.importorskip("matplotlib")
     picture, sizes = tmp_path / "picture.svg", ("--pp", "2", "-m", "2")
     for spec, drawn in (("1f1b", ["1f1b"]), ("zb-h1", ["1f1b", "zb-h1"])):
@@ -83,8 +83,8 @@ def test_simulate_shows_what_one_communicator_costs() -> None:
 
 
 def test_simulate_is_for_people() -> None:
-    """`simulate` prints plain text with units. It printed names of variables, None as a column,
-    True and False, and times without a unit."""
+    """`simulate` prints plain text with units. It used to print names of variables, None as a
+    column, True and False, and times without a unit."""
     said = run("simulate", "1f1b", "--pp", "4", "-m", "8", "--costs", "f=2,i=2,w=2")
     assert "None" not in said and "True" not in said and "_" not in said
     assert re.search(r"bubble +27.3% of the makespan, 27.3% of the span", said)
@@ -166,7 +166,7 @@ def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyP
 
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     """`simulate` and `plan` refuse a picture's file name before they search for a schedule. They
-    searched first, and then refused the name."""
+    used to search first, and then refused the name."""
     simulate = ("simulate", "v-auto", "--pp", "64", "-m", "4096")
     for command in (simulate, ("plan", "pp=64,m=4096")):
         words = (*command, "--plot", str(tmp_path / "x.pdf"))
@@ -319,8 +319,8 @@ def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
 
 
 def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
-    """`verify` accepts a Python file with a schedule family. It read the file as a table, and
-    refused its first line."""
+    """`verify` accepts a Python file with a schedule family. It used to read the file as a table,
+    and refused its first line."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from megatron_ext.families import Action, Kind, Schedule, family, line\n"
@@ -413,8 +413,8 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
 def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tables keep names and figures on one line in a narrow terminal. `plan` printed "breadth-fir"
-    above "st", and "experiment" above "al"."""
+    """Tables keep names and numbers on one line in a narrow terminal. `plan` used to print
+    "breadth-fir" above "st", and "experiment" above "al"."""
     only_families(monkeypatch, "1f1b", "breadth-first", "zb-v")
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
     plan = (

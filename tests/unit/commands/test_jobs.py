@@ -176,7 +176,8 @@ def test_a_mistake_in_a_job_is_one_line(
 def test_a_file_that_is_there_is_a_log_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log called lr=3e-4.log was read as sizes."""
+    """A file that exists is read as a log, also if its name looks like sizes of a model. A log
+    named lr=3e-4.log used to be read as sizes."""
     monkeypatch.chdir(tmp_path)
     assert job_of("lr=3e-4.log").kind is JobKind.SIZES
     Path("lr=3e-4.log").touch()
@@ -206,8 +207,8 @@ def test_doctor_checks_launches_alone() -> None:
 
 
 def test_doctor_takes_gpus_of_one_kind() -> None:
-    """`doctor` refuses a --gpu with two types of GPUs. It gave all ranks the rates of the first
-    type."""
+    """`doctor` refuses a --gpu with two types of GPUs. It used to give all ranks the rates of the
+    first type."""
     result = CliRunner().invoke(app, ["doctor", "--gpu", "h100:6,a100-40:2", "a.json"])
     assert result.exit_code == 2 and "GPUs of one kind; name one GPU" in result.output
 

@@ -45,7 +45,7 @@ def test_microbatch_costs_are_limited(line: str, tmp_path: Path) -> None:
 
 def test_a_recording_is_read_line_by_line(tmp_path: Path) -> None:
     """`parity compare` reads a recording line by line, and refuses a line of more than 64 MiB. It
-    read a rank's 3 GB at once, and split them into as many texts."""
+    used to read a rank's 3 GB at once, and split them into as many texts."""
     folder = write(tmp_path / "A", Course())
     lines = folder / "rank-00000.jsonl"
     text = lines.read_text()

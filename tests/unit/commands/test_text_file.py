@@ -42,7 +42,8 @@ def test_a_full_disk_leaves_what_was_there(
     option: str, suffix: str, name: str, tmp_path: Path
 ) -> None:
     """If the disk is full, an output file keeps its former contents, and the error names it. The
-    error was "[Errno 28] No space left on device" without a path, and the file was cut off."""
+    error used to be "[Errno 28] No space left on device" without a path, and the file was cut
+    off."""
     path = tmp_path / (name + suffix)
     if name == "old":
         path.write_text("as it was")
@@ -69,8 +70,8 @@ def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_standard_output_is_full() -> None:
-    """If standard output cannot be written, a command ends with one line. It ended with a traceback
-    of fifty lines."""
+    """If standard output cannot be written, a command ends with one line. It used to end with a
+    traceback of fifty lines."""
     command = [sys.executable, "-m", "megatron_ext", "schedules"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

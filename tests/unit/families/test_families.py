@@ -130,7 +130,7 @@ def accepts(name: str, p: int, m: int) -> bool:
     """Return whether the family is defined for this size, and assert that a refusal says what to
     write instead."""
     if name not in GROUPED:
-        return True  # if this is wrong, a test of the program fails
+        return True  # other tests build the program of this size, and fail if the family refuses it
     try:
         choose(name).build(problem_for(name, p, m))
     except ValueError as error:
@@ -336,8 +336,8 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
 def test_no_garbage_is_looked_for_while_a_program_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The garbage collector is off while a program is built. It took a sixth of the time of a build
-    for 64 ranks, and freed nothing."""
+    """The garbage collector is off while a program is built. It used to take a sixth of the time of
+    a build for 64 ranks, and freed nothing."""
     looks: list[bool] = []
 
     def noted(schedule: Schedule, problem: Problem) -> Program:

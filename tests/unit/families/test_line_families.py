@@ -1,4 +1,4 @@
-"""Tests of zb-h2, 2bp, zb-1p, zb-2p and zb-auto: drawn tables, published figures, and comparisons
+"""Tests of zb-h2, 2bp, zb-1p, zb-2p and zb-auto: drawn tables, published numbers, and comparisons
 with other families.
 
 In the tables a column is a unit of time and ``.`` is idle; F, I and W cost 1.

@@ -1,5 +1,5 @@
 """Tests of the families with a loop placement: drawn tables, Megatron's own order, published
-figures, every size.
+numbers, every size.
 
 In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a chunk cost
 1, B 2.

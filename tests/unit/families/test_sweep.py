@@ -10,7 +10,8 @@ small limit names the least feasible one, within which the family succeeds. The 
   p 2, 3 and 4, and m 1, p and 2p+1.
 - Loops have 2 and 3 chunks a rank, waves are 1 and 2.
 - Costs are equal, 10:12:8 with 1 for a message, 18:18:9, or 10:20:10. A family that does not use
-  costs has equal ones only. One that does has all at p <= 4, else (and if it searches) one in turn.
+  costs runs with equal ones only. A family that uses costs runs with all four at p <= 4; at larger
+  p, and if it searches, with one of the four, by turns.
 - Memory limits, at m = p, are a tenth of a microbatch, half of the peak without a limit, and the
   whole peak. They are in microbatches for even p, and in bytes for odd p, with stages that store
   unequal amounts. At p <= 8 and m = p+1 the units are exchanged.

@@ -1,4 +1,4 @@
-"""Tests of the families on a V and on waves: their published tables and figures.
+"""Tests of the families on a V and on waves: their published tables and numbers.
 
 In the tables a column is a unit of time, ``.`` is idle, ``=`` goes on; a chunk's F, I and W cost 1,
 its B 2.

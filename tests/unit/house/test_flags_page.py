@@ -48,8 +48,8 @@ def argument(setting: Field[Any]) -> str:
 
 
 def test_install_has_a_typed_keyword_for_every_setting() -> None:
-    """`megatron_ext.install` has a typed keyword for every setting. It accepted any keyword, so
-    editors knew none."""
+    """`megatron_ext.install` has a typed keyword for every setting. It used to accept any keyword,
+    so editors knew none."""
     schedule, *others = fields(PipelineConfig)
     keywords = "\n".join(f"    {one.name}: {kind(one)} | None = None," for one in others)
     begin = "    schedule: str | None = None,\n    *,"

@@ -152,7 +152,7 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
 
 def test_strangers_learn_what_it_is(wheel: Path) -> None:
     """The wheel's metadata describe the project: author, license, summary, keywords and README.
-    They had only a name and a version."""
+    They used to have only a name and a version."""
     data = metadata(wheel)
     assert data["Version"] == megatron_ext.__version__
     assert data["Author"] == "the megatron_ext developers"

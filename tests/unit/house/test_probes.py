@@ -385,8 +385,8 @@ def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
 def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
     """A new kind of action touches ten files: its member, its rule with cost, colour and legend, a
     named transform, a handler whose owner is named, and the commands that simulate and plan. It
-    touched 16 files of the package when proof, simulation, memory and pictures had tables of their
-    own."""
+    used to touch 16 files of the package when proof, simulation, memory and pictures had tables of
+    their own."""
     edits = of_package(_KIND) + _LISTS_OF_KINDS
     files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
@@ -409,7 +409,7 @@ def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None
 
 def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
     """A new GPU touches two files: its name, its plans, its errors and the page come from the data
-    file. It touched five files of the package."""
+    file. It used to touch five files of the package."""
     files = touched(of_package(_GPU), _RUN_GPU, tmp_path)
     assert len(files) == 2
     assert "| `d1000` | 1,000 |" in (tmp_path / "docs" / "estimated-costs.md").read_text()
@@ -418,7 +418,7 @@ def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
 
 def test_a_refusal_touches_three_files(tmp_path: Path) -> None:
     """A new refusal touches three files: checks, page and records come from the line that declares
-    it. It touched four files of the package, and a new feature with refusals six."""
+    it. It used to touch four files of the package, and a new feature with refusals six."""
     files = touched(of_package(_REFUSAL), _RUN_REFUSAL, tmp_path)
     assert len(files) == 3
     record = (tmp_path / "tests" / "records" / "refusals.txt").read_text()

@@ -499,7 +499,7 @@ def test_resolve_tells_what_is_stored(theirs: Any) -> None:
 
 
 def test_versions_of_digests_are_told_once_and_in_order() -> None:
-    """The versions of a digest are listed once and in order, with commits between versions, which
-    callers pin."""
+    """Versions of Megatron are listed once and in order. A commit of Megatron's main, which some
+    callers pin, is listed after the release before it."""
     known = {"0.20@2a75ac1": "b", "0.9, 0.18": "a", "0.20": "c"}
     assert versions_of(known) == ["0.9", "0.18", "0.20"]

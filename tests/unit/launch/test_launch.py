@@ -226,8 +226,8 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A launch reads our environment variables in place of flags, and a flag has priority. It
-    ignored the variables, which only `megatron_ext.auto` read, and trained under Megatron's own
+    """A launch reads our environment variables in place of flags, and a flag has priority. It used
+    to ignore the variables, which only `megatron_ext.auto` read, and trained under Megatron's own
     schedule without a message."""
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
@@ -343,8 +343,8 @@ OF_SCRIPT = 'add_argument("--pipeline-schedule", default="a")'
 def test_a_flag_of_the_scripts_own(
     lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script whose parser has a flag with the name of one of ours gets a one-line error. It ended
-    in argparse's traceback."""
+    """A script whose parser has a flag with the name of one of ours gets a one-line error. It used
+    to end in argparse's traceback."""
     add = "parser = add_flags(argparse.ArgumentParser())"
     imports = "import argparse\nfrom megatron_ext.written_settings import add_flags\n"
     (script := tmp_path / "x.py").write_text(imports + lines.format(add=add))
@@ -553,7 +553,7 @@ def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_quick_import_leaves_the_garbage_collector_as_it_was(is_enabled: bool) -> None:
     """`quickly`, which imports with the garbage collector off, leaves the collector as it was. It
-    switched the collector on for callers who had disabled it."""
+    used to switch the collector on for callers who had disabled it."""
     if not is_enabled:
         gc.disable()
     try:

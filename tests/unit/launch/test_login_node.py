@@ -79,8 +79,8 @@ def test_a_command_that_needs_torch_says_so_in_one_line(
 
 @pytest.mark.parametrize("schedule", ["plan", "zb-v"])
 def test_a_launch_without_megatron_says_one_cause_once(tmp_path: Path, schedule: str) -> None:
-    """A launch without Megatron names the missing package once. It listed a dozen functions of
-    Megatron that were not found."""
+    """A launch without Megatron names the missing package once. It used to list a dozen functions
+    of Megatron that were not found."""
     result = run(tmp_path, f"{TRAINING} {schedule}", ("megatron",))
     assert result.returncode == 2 and result.stderr.startswith("megatron_ext: error: ")
     assert result.stderr.count("No module named 'megatron'") == 1, result.stderr
@@ -99,8 +99,8 @@ def test_a_torch_whose_libraries_are_missing(tmp_path: Path, command: str) -> No
 
 @pytest.mark.parametrize("libraries", [False, True])
 def test_bare_doctor_says_one_cause_once(tmp_path: Path, libraries: bool) -> None:
-    """`doctor` without a command says once that torch is missing. It said so for each of two dozen
-    features."""
+    """`doctor` without a command says once that torch is missing. It used to say so for each of two
+    dozen features."""
     result = run(tmp_path, "doctor", BOTH, libraries)
     assert result.returncode == 1, result.stderr
     cause = "libcudart.so.13" if libraries else "No module named"

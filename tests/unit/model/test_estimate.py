@@ -48,7 +48,7 @@ PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 EVEN = (4, 4, 4, 4)
 TOKENS, WIDTH = 4096, 2048
-# bytes of a token that fused attention stores besides activations: one fp32 figure a head
+# bytes of a token that fused attention stores besides activations: one fp32 value a head
 FIGURES = 4 * 16
 # These are local layers; fused attention would compute its scores a second time in I.
 RUN = Execution(TOKENS, transformer_engine=False, recompute_modules=frozenset())
@@ -429,8 +429,9 @@ def test_gathers_for_w_overlap_its_products() -> None:
 
 
 def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
-    """Layers with Userbuffers compute their weight gradients in I, and leave none to W. If only the
-    reduction overlaps with a product, this concerns only the first matrices of each pair."""
+    """Layers with Userbuffers compute their weight gradients in I, and leave none to W. If
+    Userbuffers overlap only the reductions, the second of two matrices, which is split by rows,
+    still leaves its weight gradient to W."""
     split = costs_of(rates=ALONE, tensor_parallel=4)
     all_whole, rows_whole = (
         costs_of(tensor_parallel=4, userbuffers=frozenset(ends))

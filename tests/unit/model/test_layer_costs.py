@@ -284,8 +284,9 @@ def test_of_a_v_the_turn_takes_no_message() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-1p", "interleaved-zb", "zb-v"])
 def test_schedules_are_made_where_links_differ(spec: str) -> None:
-    """Schedules can be built if messages take different times on different links. A plan ended with
-    an IndexError, because the code that places W read the time of a link behind the last stage."""
+    """Schedules can be built if messages take different times on different links. A plan used to
+    end with an IndexError, because the code that places W read the time of a link behind the last
+    stage."""
     rates = replace(RATES, measured=Measured((), Scale(), Links(9e9, 1e9, 2)))
     placement = choose(spec).place(3)
     costs = costs_of([12 // placement.stages] * placement.stages, rates)
@@ -328,8 +329,8 @@ def test_messages_take_what_their_own_link_takes() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
 def test_an_order_is_timed_by_each_link(name: str) -> None:
-    """The search for places of weight gradients uses the time of each link. It assumed the mean for
-    all messages, and put weight gradients into gaps that do not exist."""
+    """The search for places of weight gradients uses the time of each link. It used to assume the
+    mean for all messages, and put weight gradients into gaps that do not exist."""
     costs = uniform(line(4), 10, 10, 10, comm=5).with_links(p2p_seconds_by_stage=(1.0, 13.0, 1.0))
     problem, resolved = Problem(line(4), 8, costs), choose(name)
     exact = simulate(build_program(resolved, problem), costs).makespan

@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
 
 def test_loss_of_plain_pytorch() -> None:
     """The loss in plain PyTorch needs two fp32 gradients of the logits in its backward pass, as
-    estimated. The estimate was 6 bytes a logit."""
+    estimated. The estimate used to be 6 bytes a logit."""
     logits = torch.randn(512, 4096, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes() as live:
         loss = F.cross_entropy(logits.float(), torch.zeros(512, dtype=torch.long))

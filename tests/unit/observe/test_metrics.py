@@ -1,4 +1,4 @@
-"""Tests of the figures of --pipeline-metrics, which are computed from each rank's own clock."""
+"""Tests of the values of --pipeline-metrics, which are computed from each rank's own clock."""
 
 from __future__ import annotations
 

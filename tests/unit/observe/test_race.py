@@ -383,7 +383,7 @@ def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
                     if record != course(rounds) and path[0] != "fingerprint":
                         taken.append((path, value))
     taken.remove((("rounds",), whole_rounds(2)))  # this is a valid earlier record of the same race
-    for path, value in taken:  # only figures for the report may have changed
+    for path, value in taken:  # only numbers for the report may have changed
         is_figure = path[0] == "figures" and len(path) == 3
         assert is_figure and (value is None or -1 <= value <= 1), (path, value)
 

@@ -296,8 +296,8 @@ def test_an_odd_trace_is_named_with_the_place(
 
 
 def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
-    """A trace file on a full disk keeps its former steps, and the error names the file. It was cut
-    off in the middle of an event, with a message that named no file."""
+    """A trace file on a full disk keeps its former steps, and the error names the file. It used to
+    be cut off in the middle of an event, with a message that named no file."""
     file = TraceFile(tmp_path / NAME)
     file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
     before = (tmp_path / NAME).read_bytes()

@@ -199,8 +199,8 @@ def test_a_run_without_numbers_is_not_the_same(name: str, tmp_path: Path) -> Non
 
 
 def test_a_norm_that_is_no_number_is_no_sum_in_another_order(tmp_path: Path) -> None:
-    """A gradient norm that is NaN in one run is reported as a difference. It counted as one ulp
-    away from the other run's norm, and so as a sum in another order."""
+    """A gradient norm that is NaN in one run is reported as a difference. It used to count as one
+    ulp away from the other run's norm, and so as a sum in another order."""
     a = read_recording(write(tmp_path / "A", Course()))
     b = read_recording(write(tmp_path / "B", Course(norms=(1.5, float("nan"), 1.125))))
     found = compare_runs(a, b, a)

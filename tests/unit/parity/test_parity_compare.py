@@ -74,8 +74,8 @@ def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path:
 
 
 def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
-    """A difference does not count if a second run of the same command differs as much (the floor),
-    as on a GPU."""
+    """A difference does not count if a second run of the same command differs as much (the floor).
+    Some kernels of GPUs give different results in each run."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
@@ -168,8 +168,8 @@ def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
     clip_grad: float, from_iteration: int, tmp_path: Path
 ) -> None:
     """The first difference that `parity` names is a wrong weight, not a norm that differs by one
-    ulp. A norm is a sum over ranks, so it is one ulp away in any V. It was named first, and with it
-    --clip-grad, although nothing was clipped."""
+    ulp. A norm is a sum over ranks, so it is one ulp away in any V. It used to be named first, and
+    with it --clip-grad, although nothing was clipped."""
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     a = A.but(arguments={"clip_grad": clip_grad})
     wrong = nudged(1e-3)

@@ -166,7 +166,7 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
 
 def test_figures_stay_right_wherever_the_planning_time_ends() -> None:
     """A table of stages stays right if the planning time ends while a stage is added to it. The
-    stage was noted before its row was there: a later layout had the figures of another stage, or
+    stage was noted before its row was there: a later layout had the values of another stage, or
     the plan failed with an IndexError."""
     training, counts = work(MIXED), np.array([[5, 4, 4, 4], [6, 3, 4, 4], [4, 5, 4, 4]])
     expected = StageFigures(training).of(counts, line(4))
@@ -366,9 +366,9 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
 
 
 def test_searches_are_tried_on_the_launchs_own_layout() -> None:
-    """Searching schedules are tried on the launch's own layout too. They were tried on the best
-    layouts only, and loop-auto on the launch's own layout was shorter than the printed best of any
-    schedule with any layout."""
+    """Searching schedules are tried on the launch's own layout too. They used to be tried on the
+    best layouts only, and loop-auto on the launch's own layout was shorter than the printed best of
+    any schedule with any layout."""
     training = work(**SMALL)
     own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
     best = evaluate(training, "1f1b", evenly(16, 2))
@@ -406,8 +406,8 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
 
 
 def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
-    """A split vocabulary is tried with the best schedule that can have it. It was tried with the
-    best schedules only: if those were loops, whose vocabulary cannot be split, a V with a split
+    """A split vocabulary is tried with the best schedule that can have it. It used to be tried with
+    the best schedules only: if those were loops, whose vocabulary cannot be split, a V with a split
     vocabulary was never considered."""
     training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
     candidates = Candidates([training], None, even, permit_all, False, Task(""))

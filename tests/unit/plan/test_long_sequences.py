@@ -194,8 +194,8 @@ EXPERTS: dict[str, Any] = {"num_experts": 32, "moe_router_topk": 2, "moe_ffn_hid
 @pytest.mark.parametrize("layer", ["*-", "*E"])
 def test_a_mean_slice_takes_what_the_estimate_says_of_its_rows(layer: str, slices: int) -> None:
     """The mean slice takes as long as the estimate for a sequence of its length. Slices were priced
-    at their share of a whole sequence: `plan` promised a gain of 1.54 for slices of 4,096 tokens of
-    a 235B model, while products with as many rows give 1.32."""
+    at their share of a whole sequence: `plan` used to promise a gain of 1.54 for slices of 4,096
+    tokens of a 235B model, while products with as many rows give 1.32."""
     linear = layer.replace("*", "")
     costs = costs_of((linear, linear), slices=slices, **EXPERTS)
     short = costs_of((linear, linear), TOKENS // slices, **EXPERTS)
@@ -243,9 +243,9 @@ def test_frozen_weights_have_no_gradient_to_add_to() -> None:
 
 
 def test_the_vocabulary_has_a_price_of_its_own_for_each_slice() -> None:
-    """Slices that only adapters of the layers train have no gradient of the output layer to add to.
-    They had, as the price of the last stage's W was not told apart; and a program that computes
-    that gradient in I was priced as if W added to it."""
+    """If only adapters of layers are trained, W of a slice does not add to a gradient of the output
+    layer. Its price contained this addition, because the last stage had one price for layers and
+    output layer. A program that computes the gradient in I was priced as if W added to it, too."""
     model = Model(("E", "E"), WIDTH, 16, 16, 128, 4 * WIDTH, 65536, **EXPERTS)
     costs = estimate(model, stages_of(model, [1, 1]), Execution(TOKENS), H100, 4)
     layers, vocabulary = costs.layers_alone, costs.vocabulary
@@ -297,7 +297,7 @@ def test_a_price_of_nothing_stays_given() -> None:
 
 
 def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
-    """A slice's message takes the latency of its link besides its share of the bytes. It was
+    """A slice's message takes the latency of its link besides its share of the bytes. It used to be
     counted without latency."""
     costs = costs_of(("*-",) * 4)
     near, far = LATENCIES
@@ -448,8 +448,8 @@ def test_of_slices_that_tie_the_leanest_are_taken(free: LongSequences) -> None:
 
 
 def test_the_price_decides_how_short_slices_are(training: Training) -> None:
-    """The time that each slice adds decides how short slices become. That time was not counted, and
-    instead slices of fewer than 4,096 tokens were never chosen."""
+    """The time that each slice adds decides how short slices become. That time used not to be
+    counted, and instead slices of fewer than 4,096 tokens were never chosen."""
     assert training.trained is not None
     wide = parse_model("layers=4,hidden=8192,heads=64,sequence=4096,vocabulary=32000")
     trained = replace(training.trained, model=wide.model, execution=wide.execution())
@@ -463,8 +463,9 @@ def test_the_price_decides_how_short_slices_are(training: Training) -> None:
 
 
 def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
-    """W of experts takes as long for a slice as for a sequence. A plan counted joined W if they
-    were given, and never proposed them: slices that are worth it only so were not recommended."""
+    """W of experts takes as long for a slice as for a sequence. A plan used to count joined W if
+    they were given, and never proposed them: slices that are worth it only so were not
+    recommended."""
     assert training.trained is not None
     gpt = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000")
     experts = replace(gpt.model, layers=("*E",) * 8, **EXPERTS)
@@ -495,7 +496,7 @@ def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
 
 def test_slices_that_save_little_are_shown_and_not_taken(free: LongSequences) -> None:
     """Slices of a sequence that gain little are shown and not recommended, because their sums
-    differ from stock's. They were recommended to a dense 70B model for 0.2 % of a step."""
+    differ from stock's. They used to be recommended to a dense 70B model for 0.2 % of a step."""
     best = free.best
     assert best is not None
     for step, is_taken in ((1.02 * best.step, False), (1.04 * best.step, True)):
@@ -531,8 +532,8 @@ def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training)
 
 
 def test_slices_of_given_costs_are_shared_by_context_parallel_ranks(training: Training) -> None:
-    """Context parallelism changes the time of slices for given costs as for estimated ones. It was
-    ignored that the last rank attends to more tokens, so passes were too short."""
+    """Context parallelism changes the time of slices for given costs as for estimated ones. It used
+    to be ignored that the last rank attends to more tokens, so passes were too short."""
     assert training.trained is not None
     run = replace(training.trained.execution, context_parallel=2)
     cut = replace(

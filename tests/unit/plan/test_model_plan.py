@@ -405,8 +405,8 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
 
 
 def test_what_could_not_start_is_not_recommended() -> None:
-    """A plan recommends no command that could not start. It printed a command whose model Megatron
-    refused."""
+    """A plan recommends no command that could not start. It used to print a command whose model
+    Megatron refused."""
     plan = long_plan("1f1b", "zb-v")
     best, other = plan.candidates
     checked: list[str] = []
@@ -632,8 +632,8 @@ def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch
 
 
 def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a model estimates temporary tensors and CUDA's context. They were covered by a
-    fixed share of the GPU that was left free, however large they were."""
+    """The plan of a model estimates temporary tensors and CUDA's context. They used to be covered
+    by a fixed share of the GPU that was left free, however large they were."""
     only_families(monkeypatch, "1f1b")
     model, rates = TEXT.replace("layers=15", "layers=16"), "operations=400e12,bytes=40e9"
     sizes = f"{model},recompute=true,tp=1"

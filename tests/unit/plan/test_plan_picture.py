@@ -71,7 +71,7 @@ def extent_of(label: Any) -> Any:
 
 
 def names_on(text: str) -> set[str]:
-    """Return the schedules that a label names. A schedule beyond an axis has its figure in
+    """Return the schedules that a label names. A schedule beyond an axis has its value in
     parentheses."""
     return {name.split(" (")[0] for name in text.split(", ")}
 
@@ -95,8 +95,8 @@ def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
 
 
 def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
-    """The axes of a plan's picture name the unit if times are seconds. They said "makespan of a
-    step" both for seconds and for a unit of the costs' own."""
+    """The axes of a plan's picture name the unit if times are seconds. They used to say "makespan
+    of a step" both for seconds and for a unit of the costs' own."""
     (best, *_) = plan().candidates
     for in_seconds, unit in ((True, ", s"), (False, "")):
         made = Plan((replace(best, variant=replace(best.variant, in_seconds=in_seconds)),), {})
@@ -130,7 +130,7 @@ def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
 
 def test_a_search_has_a_curve_over_memory() -> None:
     """A searching family has a curve over memory in a plan's picture, because it trades time for
-    memory. It was a single point."""
+    memory. It used to be a single point."""
     searched = {c.schedule for c in plan().best_of_each if c.schedule.endswith("-auto")}
     assert curves().by_limit.keys() >= searched and searched
     for candidates in curves().by_limit.values():

@@ -1,4 +1,4 @@
-"""Tests of steps whose passes vary in time: each sample is a longest path, and the figures
+"""Tests of steps whose passes vary in time: each sample is a longest path, and the numbers
 summarise many samples."""
 
 from __future__ import annotations

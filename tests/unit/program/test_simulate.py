@@ -1,4 +1,4 @@
-"""Tests of the simulator against published figures, closed forms, tables drawn by hand and a second
+"""Tests of the simulator against published numbers, closed forms, tables drawn by hand and a second
 simulator.
 
 In the tables a column is a unit of time, ``.`` is idle, and ``=`` continues the action on its left.
@@ -54,7 +54,7 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
     return simulate(prove(Schedule("written", problem.placement, rows), problem), problem.costs)
 
 
-# --- published figures and closed forms
+# --- published numbers and closed forms
 
 
 @pytest.mark.parametrize(

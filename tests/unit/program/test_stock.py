@@ -195,7 +195,7 @@ def test_consecutive_steps_begin_when_the_last_has_ended() -> None:
 # Zhang et al. 2024 (Zero Bubble, ICLR, arXiv:2401.10241), table 4 and its appendix: ranks,
 # microbatches, milliseconds of F, I, W and a message, then the measured seconds of a step under
 # 1F1B, interleaved with three chunks, and zb-h1, on A100s. The rules above were chosen with these
-# figures in view.
+# numbers in view.
 _Measured = tuple[int, int, tuple[float, float, float, float], float, float, float]
 MEASURED: list[_Measured] = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), 1.5254, 1.374, 1.3953),

@@ -33,7 +33,7 @@ ROW = tuple(
 
 @pytest.fixture(autouse=True)
 def no_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the allowance to 1, so that the figures of these tests are round."""
+    """Set the allowance to 1, so that the values of these tests are round."""
     monkeypatch.setattr(host_memory, "_ALLOWANCE", 1)
 
 

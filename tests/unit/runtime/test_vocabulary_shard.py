@@ -116,9 +116,10 @@ def test_losses_are_torchs_to_a_few_ulps(dtype: torch.dtype, shards: int, spread
 def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) -> None:
     """Gradients of a split vocabulary are near those of autograd in float64.
 
-    Where autograd in the same type is off by more than two units in the last place, ours may be off
-    by twice as much. The cases include tokens of high probability (a wide spread). Their gradient
-    is a small difference, which variant 2 as published, P' W - G W, loses.
+    If autograd in the same type is wrong by more than two units in the last place, ours may be
+    wrong by twice as much. Cases with a wide spread have tokens of high probability, whose gradient
+    is a small difference of large numbers. The published formula of variant 2, P' W - G W, loses
+    the digits of this difference.
     """
     case = Case(dtype, shards, spread)
     exact = Case(torch.float64, shards, spread)

@@ -1,4 +1,4 @@
-"""Tests of long steps whose figures are computed from their repeating part: they are those of the
+"""Tests of long steps whose values are computed from their repeating part: they are those of the
 step built whole."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import IS_NIGHT
 
-ROUNDING = 1e-9  # relative to a figure
+ROUNDING = 1e-9  # relative to a number
 NEARLY = 0.01  # relative; costs place W, and may place it otherwise in a longer step
 PROBLEMS = 12 if IS_NIGHT else 2  # random ones of each family
 

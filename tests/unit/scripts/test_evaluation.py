@@ -109,7 +109,7 @@ def test_stage_times_are_compared_by_pass() -> None:
 
 
 def test_rows_in_view_are_those_that_stood_here() -> None:
-    """Rows "in view" are the ones that were in the file first: figures collected before the
+    """Rows "in view" are the ones that were in the file first: numbers collected before the
     estimate was compared with new ones, and two from which shares of overlap were taken."""
     known = [step for step in STEPS if step.in_view and not step.job.startswith(OF_SIZES)]
     assert len(known) == 46
@@ -180,7 +180,7 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
 @pytest.mark.parametrize("words", ["recipes --write", "--file x.csv --write", "--keep-plans"])
 def test_options_without_effect_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Options that have no effect are refused. They used to be ignored: with --file and --write,
-    the page got the figures of another file."""
+    the page got the numbers of another file."""
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2

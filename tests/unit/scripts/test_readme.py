@@ -1,4 +1,4 @@
-"""Tests that the figures of README.md are those of the pages and commands that it names."""
+"""Tests that the numbers of README.md are those of the pages and commands that it names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_counts_of_recipes_are_those_of_their_page() -> None:
 def test_a_row_of_the_table_has_computed_figures(
     of_table: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures in a row of README's table are computed.
+    """The numbers in a row of README's table are computed.
 
     The table used to give 2802 as Megatron's best step with a large vocabulary, where ``plan``
     finds 2174, and compared two steps of unequal microbatches with different baselines.
@@ -87,7 +87,7 @@ def test_the_table_has_all_rows_and_no_others() -> None:
 
 def test_the_peaks_on_a_gpu_are_those_of_the_page_of_measurements() -> None:
     """README says by how much peaks on a GPU were above the prediction. The page of measurements
-    has the figures of each way to send messages, of which README has the largest."""
+    has a number for each way to send messages, of which README has the largest."""
     page = (README.parent / "docs" / "measurements.md").read_text()
     above = re.findall(r"^\| executor.* peak.* to ([\d.]+) % above", page, re.MULTILINE)
     (said,) = re.findall(r"peaks within ([\d.]+) % of the prediction", README.read_text())
@@ -95,7 +95,7 @@ def test_the_peaks_on_a_gpu_are_those_of_the_page_of_measurements() -> None:
 
 
 def test_each_row_names_its_baseline() -> None:
-    """Each row of README's table names its baseline. Two rows used to have the figures of
+    """Each row of README's table names its baseline. Two rows used to have the numbers of
     Megatron's interleaved schedule without its name."""
     for line in part(README.read_text(), "table").splitlines()[2:]:
         baseline = line.split(" | ")[1]

@@ -1,7 +1,7 @@
-"""Tests that simulated figures in README.md and docs/ are those that the code computes now.
+"""Tests that simulated numbers in README.md and docs/ are those that the code computes now.
 
 docs/uneven-stages.md used to say that zb-auto, with an order made for a slow link, takes 1.09 times
-its step, where it takes 1.08. The figure had been typed, and the search had improved since.
+its step, where it takes 1.08. The number had been typed, and the search had improved since.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_figures_of_a_sentence_are_replaced_across_lines() -> None:
 
 @pytest.mark.parametrize("words", ["takes {} of them", "It takes"])
 def test_a_sentence_that_was_reworded_is_an_error(words: str) -> None:
-    """A sentence of a page that was reworded is an error. Otherwise its figures would never change
+    """A sentence of a page that was reworded is an error. Otherwise its values would never change
     again."""
     with pytest.raises(ValueError, match=r"must have the sentence .* has it [02] times"):
         SimulatedSentence("a.md", "a", words, list).written_into(PAGE)

@@ -81,7 +81,7 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
 
 
 def test_figures_of_two_configurations() -> None:
-    """The script's figures are right for two configurations in the wrong predicted order. The
+    """The script's numbers are right for two configurations in the wrong predicted order. The
     predicted best one takes 50 % longer, and is predicted not to fit."""
     row = replace(ROWS[0], number=1, seconds=10.0, job=f"{OF_SIZES}set")
     slow = of(row, number=2, seconds=15.0, mbs=2)

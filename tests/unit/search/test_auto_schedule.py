@@ -238,9 +238,9 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
 def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
     """The wait for the send of an output comes before the output's gradient is used.
 
-    A wave placement sends the outputs of two stages over one channel. A rank used to wait late for
-    an earlier send, as it did not know yet that it had ended, and this delayed the wait for a later
-    send. I then found an output that was not freed.
+    A wave placement sends the outputs of two stages over one channel. The wait for the first send
+    used to be late, which delayed the wait for the second send. I then ran while the output of the
+    second stage was not freed.
     """
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))

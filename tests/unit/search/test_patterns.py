@@ -326,8 +326,9 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
 
 
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
-    """If there is no pattern within a limit, patterns with a little more memory serve as plans,
-    packed within the limit. The best result of the grid of plans is 2532."""
+    """If no repeating pattern is within the memory limit, patterns with a little more memory serve
+    as plans, which are packed within the limit. Their makespan is shorter than 2532, the shortest
+    that plans without a pattern lead to."""
     shop = job_shop_of(problem_of(16, 64, 8.5))
     packers = packers_of(shop, pack.packer)
     packed = [packers.justified(plan).makespan for plan in pattern_plans(shop)]

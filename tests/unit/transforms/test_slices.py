@@ -114,7 +114,7 @@ def test_table(spec: str, p: int, m: int, k: int) -> None:
     assert drawn(simulate(program, program.problem.costs)) == table(TABLES[spec, p, m, k])
 
 
-# --- published figures: F = 1, B = 2, equal slices, free messages; makespan and peak of rank 0
+# --- published numbers: F = 1, B = 2, equal slices, free messages; makespan and peak of rank 0
 
 SEQ1F1B = {
     (4, 8): [(33, 4), (28.5, 2.5), (26.25, 1.75), (25.125, 1.375)],
@@ -498,8 +498,9 @@ def test_joined_w_without_what_does_not_know_them(options: dict[str, Any]) -> No
 
 
 def test_joined_w_are_within_the_limit_of_a_search() -> None:
-    """Joined W hold more until the last slice, which no search knew: at limits within which a
-    search found an order with W apart, that with joined W was refused."""
+    """A search counts that joined W store more activations until the last slice. Searches used to
+    ignore it: a limit that sufficed for an order with a W for each slice led to an order with
+    joined W that was refused."""
     apart = problem_for("zb-auto", 4, 6, 4, "f=10,i=10,w=10,fixed_w=3")
     slices = replace(apart.slices, joined_weights=True)
     for allowed in (3.0, 1.75):

@@ -48,7 +48,7 @@ def seconds(schedule: Schedule, hop: float) -> float:
     return simulate(complete(schedule, problem), problem.costs).makespan
 
 
-# --- the papers' figures, with their own p and m; the tests use half of each
+# --- the papers' numbers, with their own p and m; the tests use half of each
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def seconds(schedule: Schedule, hop: float) -> float:
 def test_published_figures(
     name: str, p: int, m: int, makespan: int, peaks_of_stages: tuple[int, ...]
 ) -> None:
-    """Schedules of two model copies have their published figures. The papers count B as twice the
+    """Schedules of two model copies have their published numbers. The papers count B as twice the
     time of F."""
     schedule = scheduled(name, p // 2, m // 2)
     assert seconds(schedule, 0) == makespan

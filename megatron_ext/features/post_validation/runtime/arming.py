@@ -14,7 +14,7 @@ class History:
     """Record of whether each of the latest `WINDOW` steps was neither clipped nor skipped (quiet).
 
     The oldest comes first. All ranks have the same history, as it contains post-validated steps
-    only, so all decide alike.
+    only, so all make the same decision.
     """
 
     quiet: tuple[bool, ...] = ()

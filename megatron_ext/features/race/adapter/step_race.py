@@ -1,8 +1,8 @@
 """Race of schedules in a training: which one the next step runs under, and their times.
 
-All ranks decide alike: they decide together, and only at training steps whose numbers all of them
-know. A single pipeline may have steps of another size, or be interrupted: its ranks report that at
-the next meeting of all ranks, and run the baseline until then.
+All ranks make the same decisions: they decide together, and only at training steps whose numbers
+all of them know. A single pipeline may have steps of another size, or be interrupted: its ranks
+report that at the next meeting of all ranks, and run the baseline until then.
 """
 
 from __future__ import annotations
