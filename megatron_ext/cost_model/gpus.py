@@ -120,7 +120,7 @@ DRAWN = 1.0e11 / 108
 # then within 1 %.
 MXFP8_WEIGHTS = 1.3
 # Shares of the time of experts' `alltoall` messages that overlap within pairs before Blackwell (on
-# GPUs without fp4, AMD's too), with many hardware queues and with one, in which a message holds up
+# GPUs without fp4, AMD's too), with many hardware queues and with one, in which a message blocks
 # the passes issued behind it. Megatron-LM #6311 on 64 H100s, with CUDA_DEVICE_MAX_CONNECTIONS of 32
 # and 1 (measured.csv of scripts/evaluation, rows 331 and 332, in view).
 OVERLAP, OVERLAP_IN_ONE_QUEUE = 1 / 3, 1 / 6

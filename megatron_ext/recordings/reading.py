@@ -362,7 +362,7 @@ def _check_completeness(
         if unexpected := parameters[n] - expected:
             raise line.wrong(
                 f"'digests' has the tensors {_names(unexpected)}, which the lines of other "
-                "iterations have not"
+                "iterations lack"
             )
     stored = {p for p in parameters[0] | states[-1] if not p.is_copy and p.numel}
     if different := stored ^ written.keys():

@@ -636,7 +636,7 @@ class Costs:
     def _least_fixed_on(self, stage: int) -> float:
         """Return the seconds that each further slice adds to a microbatch's passes on ``stage``.
 
-        The seconds of a kind of pass are at most those of its passes without attention, as in `of`.
+        A further slice adds to a kind of pass at most the seconds of that pass without attention.
         """
         return sum(
             min(figures[stage], self.seconds[kind][stage] - self.of_attention(kind, stage))

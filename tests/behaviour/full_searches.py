@@ -62,7 +62,12 @@ _EFFORTS: dict[str, Callable[[], Effort]] = {"numba": effort, "python": small_ef
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.behaviour.full_searches")
     parser.add_argument("what", choices=["write", "compare"])
-    parser.add_argument("--only", default="", metavar="WORDS", help="problems with these words")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help="run only problems whose names contain this text",
+    )
     given = parser.parse_args()
     record: Record = {}
     for packer in _EFFORTS:

@@ -41,7 +41,7 @@ from tests.helpers.storages import LiveStorages, messages_on_their_way
 LAYERS = 24  # of a stage, so that the temporary memory of one layer counts little
 # Shapes between stages: on a GPU large enough that the allocator's rounding does not count.
 SHAPES = {"cpu": (32, 16), "cuda": (2048, 512)}
-TOLERANCE = 0.1  # the temporary tensors of a layer
+TOLERANCE = 0.1  # share by which the temporary tensors of a layer may increase a peak
 
 
 def device_of(kind: str) -> torch.device:

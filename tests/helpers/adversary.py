@@ -23,7 +23,7 @@ use it (`tests.helpers.streams`).
 
 The first two act between the runtime and the functions that move tensors, in this process and in
 ranks forked from it meanwhile. Messages of post-validation go from host to host, which no device
-holds up, so they are left as they are. The first also waits for everything that Megatron starts in
+blocks, so they are left as they are. The first also waits for everything that Megatron starts in
 parallel to the passes: its reductions of gradients and gathers of parameters. Messages that
 Megatron sends within passes, over the default group, go through both. NCCL creates a communicator
 at the first message of two ranks, so a rank fails if that message is in a pass.

@@ -247,7 +247,9 @@ class _Ranks:
             while self.called[kind] < min(map(len, rows)):
                 together = [row[self.called[kind]] for row in rows]
                 if len({action.microbatch for action in together}) > 1:
-                    raise _Fault(f"{together[0]} meets another microbatch")
+                    raise _Fault(
+                        f"{together[0]}: another rank is in this collective for another microbatch"
+                    )
                 before = [row[self.called[kind] - 1] for row in rows] if self.called[kind] else []
                 start = max(self.started[action] for action in together)
                 start = max([start, *(self.times[action][1] for action in before)])

@@ -4,7 +4,7 @@ gives.
 Everything else is Megatron's own loop and, under one of this project's schedules, the runtime. The
 clock of a rank advances only by its passes and by the messages that they wait for, so a busy
 machine does not matter. Messages of Megatron's own pipeline functions end when NCCL's would, and
-hold up a rank that waits for them. Under one of this project's schedules, the time that a rank is
+block a rank that waits for them. Under one of this project's schedules, the time that a rank is
 blocked in a send is not emulated.
 """
 

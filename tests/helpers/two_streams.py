@@ -115,7 +115,7 @@ def _waits(row: Sequence[Given]) -> list[list[int]]:
 
 def hangs(ranks: Sequence[Sequence[Given]], *, one_queue: bool) -> str:
     """Return a cycle of waits between ranks as text, or an empty text. ``one_queue``: all work of a
-    rank may hold up the work after it, on whichever stream."""
+    rank may block the work after it, on whichever stream."""
     graph: dict[_Key, set[_Key]] = defaultdict(set)
     for rank, row in enumerate(ranks):
         keys = _keys(rank, row)

@@ -113,7 +113,7 @@ def options_of_sizes(flags: Sequence[str], sizes: JobSizes, *, has_costs: bool) 
         if name in _OPTIONS:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag(name)}: a plan of sizes has {option} in its place; write {option} {value}"
+                f"{flag(name)} is for launch commands; for sizes, write {option} {value}"
             )
         if name not in _TAKEN:
             taken = ", ".join(map(flag, _TAKEN))

@@ -43,11 +43,11 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 class Device(enum.Enum):
-    """Models of how a GPU blocks: which actions of a rank hold up its next ones."""
+    """Models of how a GPU blocks: which actions of a rank block its next ones."""
 
     # Messages, collectives and copies run in parallel to passes and waits.
     PARALLEL = "passes and waits"
-    WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
+    WAITS_AT_PASSES = "passes and waits, which all that was posted before blocks too"
     # All actions run one after the other, as if the device had a single hardware queue or if every
     # host call waited for the device.
     ONE_QUEUE = "everything"

@@ -1,8 +1,8 @@
 """Order and waits of messages under Megatron's own pipeline functions.
 
-A rank runs its program in order: passes, posts of messages, waits for messages. A wait holds up
+A rank runs its program in order: passes, posts of messages, waits for messages. A wait blocks
 everything after it, on the host or on the compute stream. A message moves when both its ends have
-been posted, each behind all that holds up its rank by then::
+been posted, each after all that blocks its rank by then::
 
     1F1B         F, post and await {send F, receive B}, B, post and await {send B, receive F}
     interleaved  F, post {send F, receive F}, await send F, await receive B,
@@ -104,7 +104,7 @@ class _Program:
 
     Attributes:
         actions: passes, messages and waits, in order.
-        waits: for each action, the actions of the rank that hold it up.
+        waits: for each action, the actions of the rank that block it.
         posts: sends and receives, as they are posted.
     """
 

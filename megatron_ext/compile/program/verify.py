@@ -226,7 +226,7 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
         if cycle and (side_by_side := build_graph(schedule, p2p).cycle()):
             cycle = side_by_side
         elif cycle:
-            where = f" on a device where {Device.ONE_QUEUE.value} can hold up what comes next"
+            where = f" on a device where {Device.ONE_QUEUE.value} can block what comes next"
     if cycle:
         names = _named(cycle, schedule)
         path = " waits for ".join([*names, names[0]])
@@ -298,8 +298,8 @@ def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> b
 def _reject_microbatch(
     schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
 ) -> NoReturn:
-    """Reject an action whose microbatch does not exist, and name the one that is missing
-    instead."""
+    """Reject an action whose microbatch does not exist, and name the action that is missing in its
+    place."""
     expected = [action._replace(microbatch=k) for k in problem.forwards]
     missing = [other for other in expected if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""

@@ -25,7 +25,9 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with gloo")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-tests")
     parser.add_argument("--wheels", type=Path, default=Path(os.environ.get("WHEELS", "wheels")))
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts('cpu'))}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"one of {', '.join(parts('cpu'))}"
+    )
     given = parser.parse_args()
     known = parts("cpu" if given.rehearse else "cuda")
     for name in given.parts:

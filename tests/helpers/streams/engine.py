@@ -159,7 +159,7 @@ class Engine:
         task.is_between, task.node = True, ""
 
     def _add(self, task: _Task, taken: _Input, gradient: Tensor | None, producer: int) -> None:
-        """Stand in for `InputBuffer::add`."""
+        """Add ``gradient`` to an input of ``task`` on the streams that `InputBuffer::add` uses."""
         consumer, clocks = taken[0].stream, self._device.clocks
         event = clocks.snapshot(producer)
         if consumer != producer and gradient is not None:

@@ -25,6 +25,7 @@ from megatron_ext.cost_model.short_form import Described
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.combinations import at_night, each_once
+from tests.helpers.documents import DOCS
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.storages import LiveStorages, storages
 
@@ -106,6 +107,19 @@ def count(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: int) -> None:
     monkeypatch.setattr(training, "training_log", end)
 
 
+def assert_on_the_page(way: VocabularyParallel, figures: Sequence[Mapping[str, int]]) -> None:
+    """Assert that docs/measurements.md has the bytes of the last rank."""
+    page = " ".join((DOCS / "measurements.md").read_text().split())
+    logits = figures[-1]["logits"]
+    of_model = f"{(sum(figures[-1].values()) - logits) / 1e6:.1f} MB"
+    if way is VocabularyParallel.NONE:
+        assert f"take {of_model} on the first and the last rank" in page
+        assert f"Logits take {logits / 1e6:.1f} MB on the last rank" in page
+    else:
+        assert f"with vocabulary parallelism {of_model} on every rank" in page
+        assert f"with variant {way} {logits / 1e6:.1f} MB" in page
+
+
 @pytest.mark.parametrize(
     ("way", "vocabulary"), each_once(VocabularyParallel, [64, 32, 128, *at_night(256)])
 )
@@ -122,6 +136,8 @@ def test_what_each_rank_holds(
     for rank, held in enumerate(figures):
         held_by_model = sum(held.values()) - held["logits"]
         print(f"| {vocabulary}k | {way} | {rank} | {held_by_model} | {held['logits']} |")
+    if vocabulary == 256:
+        assert_on_the_page(way, figures)
 
     gpt = Described(RANKS, HIDDEN, 2, SEQUENCE, tokens)
     stages = stages_of(gpt.model, [1] * RANKS)

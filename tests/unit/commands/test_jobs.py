@@ -154,7 +154,7 @@ def test_a_file_without_a_suffix_is_a_log(tmp_path: Path, monkeypatch: pytest.Mo
         # Costs alone refuse tp= and dp=, which were to be written into these sizes.
         (("pp=4,m=8", "--world-size", "8"), "only a launch has a world size, and costs alone"),
         ((SIZES, "--world-size", "8"), "only a launch has a world size; write tp= and dp="),
-        (("pp=4,m=8", "--pipeline-memory-limit", "5"), "in its place; write --memory-limit 5"),
+        (("pp=4,m=8", "--pipeline-memory-limit", "5"), "for sizes, write --memory-limit 5"),
         # The size had no effect.
         (("pp=4,m=8,distributed-optimizer=true",), "distributed-optimizer needs the sizes of a"),
         # torchrun's option was no option of plan, which is no help.

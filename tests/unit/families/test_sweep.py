@@ -231,7 +231,7 @@ def run(case: Case) -> int:
             _, again = attempt(case, limit)
             proved += not again
             if again:
-                raise Problematic(f"the limit that was named does not do: {again}")
+                raise Problematic(f"the limit that the refusal names is refused, too: {again}")
     return proved
 
 

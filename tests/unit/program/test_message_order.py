@@ -1,7 +1,7 @@
 """Tests of the one order of all passes, messages and collectives, in which nothing that is posted
 needs something later.
 
-A GPU may hold up its host and all its streams behind anything posted. There, a receive deadlocks if
+A GPU may block its host and all its streams behind anything posted. There, a receive deadlocks if
 its message depends on a later pass of the same rank. On gloo it does not, so only the proof can
 find it.
 """
@@ -72,7 +72,7 @@ def test_a_receive_posted_ahead_is_refused() -> None:
     with pytest.raises(InvalidSchedule) as refusal:
         prove(ahead, problem)
     assert (
-        "it would hang on a device where everything can hold up what comes next: 0RECV_B0 waits "
+        "it would hang on a device where everything can block what comes next: 0RECV_B0 waits "
         "for 1SEND_B0 waits for 1B0 waits for 1F0 waits for 1RECV_F1 waits for 1RECV_F0 waits for "
         "0SEND_F0 waits for 0F0 waits for 0RECV_B0"
     ) in str(refusal.value)
@@ -166,7 +166,7 @@ def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
 
 def tied(first: Program, other: Program) -> Graph:
     """Return the graph of two pipelines in which the n-th pass of a rank ends in both together, and
-    each rank is held up by everything that it posts."""
+    each rank is blocked by everything that it posts."""
     graphs = [build_graph(made.schedule, device=Device.ONE_QUEUE) for made in (first, other)]
     offset, others = (len(graph.actions) for graph in graphs)
     before = [graphs[0].before[node] for node in range(offset)]

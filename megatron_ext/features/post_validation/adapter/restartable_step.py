@@ -117,9 +117,9 @@ class Rereadable:
         self._read = None
 
     def rollback(self) -> None:
-        """Return the items read so far once more, before the next item of the wrapped iterator.
+        """Make the iterator repeat the items of this step, before it reads further ones.
 
-        No further item is remembered.
+        Items that are read from now on cannot be repeated.
         """
         assert self._read is not None
         self._reread.extend(self._read)
