@@ -596,7 +596,9 @@ def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to seed; default: all")
-    parser.add_argument("--list", action="store_true", help="show the faults and their tests")
+    parser.add_argument(
+        "--list", action="store_true", help="print the faults and their tests, and seed none"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - {fault.name for fault in FAULTS}:
         parser.error(f"there is no fault {', '.join(sorted(unknown))}: --list shows them")

@@ -99,8 +99,12 @@ def _silence() -> Iterator[None]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stream_faults")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="part of a fault's name")
-    parser.add_argument("--list", action="store_true", help="show the faults")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="seed only faults whose names contain this text"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the faults, and seed none"
+    )
     options = parser.parse_args(arguments)
     chosen = {
         name: fault

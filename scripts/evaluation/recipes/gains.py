@@ -1,8 +1,8 @@
 """Estimated gains of another layout and another schedule for a recipe. Needs no Megatron.
 
-Whether our schedules are worth it depends on what a recipe has. For each one the best of Megatron's
-schedules with another layout, and the best of all, are found within the recipe's own memory, so
-that the gain of layouts is told from that of schedules.
+Whether our schedules are worth it depends on the recipe. Within the memory of the recipe's own
+command, two steps are found: the best of Megatron's schedules with another layout, and the best of
+all schedules. The first shows what layouts gain, the second what our schedules add.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Tests of multi-token prediction under every placement, compared with stock Megatron to the last
 bit.
 
-Weights are drawn by their names, so that a model starts alike wherever its stages lie: Megatron
-cannot save tied multi-token prediction from a pipeline, and a V draws other weights from a seed.
-Compared are losses, those of multi-token prediction and its number of right tokens, all parameters
-and all optimizer tensors, and the two copies of the embedding with each other.
+Weights are drawn by their names, so that a model has the same initial weights under any placement:
+Megatron cannot save tied multi-token prediction from a pipeline, and a V draws other weights from a
+seed. Compared are losses, those of multi-token prediction and its number of right tokens, all
+parameters and all optimizer tensors, and the two copies of the embedding with each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of optimizers and gradient settings that recipes use, compared with stock Megatron to the
 last bit.
 
-Weights are drawn by their names, so that a model starts alike wherever its stages lie. Compared are
-losses, parameters and the whole optimizer state.
+Weights are drawn by their names, so that a model has the same initial weights under any placement.
+Compared are losses, parameters and the whole optimizer state.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ our schedules.
 
 The passes run by Megatron's own schedule plans. Losses and weights equal those of stock's
 interleaved schedule, with the flag and without, to the last bit. Weights are drawn by their names,
-so that a model starts alike wherever its stages lie.
+so that a model has the same initial weights under any placement.
 """
 
 from __future__ import annotations

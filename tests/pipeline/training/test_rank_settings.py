@@ -1,8 +1,8 @@
 """Tests of arguments that differ between ranks: those that decide numbers or programs end the job,
 others do not.
 
-A node with another ``--seed`` or ``--lr`` trained another model, and all ranks ended with exit
-status 0.
+A node with another ``--seed`` or ``--lr`` used to train another model without an error: all ranks
+ended with exit status 0.
 """
 
 from __future__ import annotations

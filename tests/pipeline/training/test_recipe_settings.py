@@ -2,8 +2,8 @@
 stock.
 
 The settings concern what a layer computes, how tokens find their experts, what is recomputed, and
-how layers are split. Weights are drawn by their names, so that a model starts alike wherever its
-stages lie. Losses, parameters and optimizer tensors are stock's to the last bit.
+how layers are split. Weights are drawn by their names, so that a model has the same initial
+weights under any placement. Losses, parameters and optimizer tensors are stock's to the last bit.
 """
 
 from __future__ import annotations

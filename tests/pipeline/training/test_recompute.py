@@ -1,9 +1,9 @@
 """Tests of recomputed passes (``--pipeline-recompute``): the numbers are stock Megatron's.
 
-Weights are drawn by their names, so that a model starts alike wherever its stages lie. Every stage
-recomputes every microbatch, the last stage too. Compared are losses, those of multi-token
-prediction and of experts, parameters and optimizer tensors. A router's counts are contained in its
-biases.
+Weights are drawn by their names, so that a model has the same initial weights under any placement.
+Every stage recomputes every microbatch, the last stage too. Compared are losses, those of
+multi-token prediction and of experts, parameters and optimizer tensors. A router's counts are
+contained in its biases.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ Megatron.
 
 Slices are summed in another order than whole sequences: float32 gradients differ in the last bits,
 by 2e-6 of a tensor's norm at most. All schedules, placements and pipelines of slices are equal to
-each other to the last bit. Weights are drawn by their names, so that a model starts alike wherever
-its stages lie.
+each other to the last bit. Weights are drawn by their names, so that a model has the same initial
+weights under any placement.
 """
 
 from __future__ import annotations

@@ -118,9 +118,10 @@ def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
 def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name: str) -> None:
-    """For families that place W by the costs, the repeating part predicts nearly the step that they
-    build. Such a family takes the best of several orders, and with more microbatches another one
-    may be best; `confirmed_verdict` builds the recommended step whole."""
+    """The time of a long step that is derived from its repeating part is close to the time of the
+    whole step, also for families that place W by the costs. It is not equal, because such a family
+    takes the best of several orders, which may be another one with more microbatches.
+    `confirmed_verdict` therefore builds the recommended step whole."""
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert told.report.makespan == pytest.approx(whole.report.makespan, rel=NEARLY)

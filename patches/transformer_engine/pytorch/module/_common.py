@@ -271,11 +271,11 @@ def _make_grouped(
 
 
 def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Empty ``outputs``, unwritten gradients, and return a function that allocates them.
+    """Empty the list ``outputs``, and return a function that allocates its tensors again later.
 
-    They are the weight gradients of a GroupedLinear. The same list goes to autograd next, which
-    would add its contents to the weights' gradients; and from the input-gradient pass (I) to the
-    weight-gradient pass (W) the tensors would take as much memory as the weights.
+    The tensors are for weight gradients of a GroupedLinear, and nothing is written into them before
+    the weight-gradient pass (W). Until then they would take as much memory as the weights. The list
+    is emptied itself because autograd gets it next, and would add its tensors to the gradients.
     """
     shape, dtype, device = outputs[0].shape, outputs[0].dtype, outputs[0].device
     count = len(outputs)
