@@ -155,7 +155,7 @@ def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_passes_that_run_again_have_the_losses_of_those_that_do_not(schedule: str) -> None:
+def test_recomputed_passes_have_the_losses_of_others(schedule: str) -> None:
     """Recomputed passes have the losses of passes that are not recomputed. Dropout draws from the
     device's generator and from Megatron's own, and fused kernels must compute the same with and
     without gradients."""

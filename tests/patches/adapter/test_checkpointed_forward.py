@@ -241,7 +241,7 @@ def test_multi_token_prediction_is_logged_in_the_second_run_alone(
 
 
 @pytest.mark.usefixtures("patched")
-def test_experts_are_chosen_alike_in_both_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runs_choose_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recomputed pass chooses experts in the same order as the first one. In the first pass,
     which runs without gradients, Megatron left the chosen experts unsorted, so sums of scores
     differed in the last bit."""

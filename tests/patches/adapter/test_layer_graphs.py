@@ -83,7 +83,7 @@ def test_the_order_of_megatrons_own_schedules_is_megatrons(schedule: str, chunks
         ("zb-v", ["1 2 1 2 -2 1 -1 2 -2 -1 -2 -1", "1 1 1 2 -2 2 -2 -1 2 -2 -1 -1"]),
     ],
 )
-def test_weight_gradients_are_left_out_of_the_order(schedule: str, orders: list[str]) -> None:
+def test_weight_gradients_are_omitted_from_the_order(schedule: str, orders: list[str]) -> None:
     for rank, expected in enumerate(orders):
         row, stages = row_of(schedule, 2, 3, rank)
         assert any(action.kind is Kind.BACKWARD_WEIGHT for action in row)

@@ -78,7 +78,7 @@ def test_weights_are_quantised_in_a_steps_first_forward_pass(order: Sequence[int
     assert model.quantised == [True, False, False] * 2
 
 
-def test_a_step_that_begins_again_quantises_again() -> None:
+def test_a_restarted_step_quantizes_again() -> None:
     """A step that restarts quantizes its weights again, because the optimizer step before it was
     repeated and the weights have changed."""
     model = QuantisedModel()

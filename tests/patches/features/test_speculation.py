@@ -392,7 +392,9 @@ def test_a_step_in_pieces_is_stocks(case: Case) -> None:
     values(run_ranks(RANKS, lambda rank: beside_a_twin(case)))
 
 
-def test_a_norm_that_stays_on_the_device_is_clipped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_that_stays_on_the_device_is_clipped_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A speculative step clips by a norm that stays on the device as stock does. With Transformer
     Engine the norm and the coefficient are tensors, and every gradient is scaled."""
 

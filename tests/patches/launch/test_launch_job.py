@@ -557,7 +557,7 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
     assert any("GiB too much" in text or "which fits" in text for text in plan.fallbacks)
 
 
-def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
+def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that() -> None:
     """`plan` tries recompute for a launch that does not fit, unless the random states forbid it. It
     used to try only offload, although the schedules 1f1b and zb-h1 fit with half of the activations
     recomputed."""

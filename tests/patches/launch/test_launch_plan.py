@@ -202,14 +202,14 @@ def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch
         chosen(pipeline_schedule="auto:chunks=2", **four)
 
 
-def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_what_it_has_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     _, plan = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
     assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(plan)))
     assert "within --pipeline-memory-limit 1.5" in plan.why and "; not compared: " in plan.why
 
 
-def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pipeline-schedule plan` tries recompute if nothing fits without it. `plan -- COMMAND`
     proposed recompute in bubbles, while this flag took a slower schedule without recompute."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")

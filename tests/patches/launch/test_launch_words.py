@@ -213,7 +213,7 @@ def test_a_shell_script_is_not_run(command: str, script: str) -> None:
     assert f"write echo before the launcher (torchrun, python) in {script}," in str(error.value)
 
 
-def test_a_shell_script_before_the_launcher_is_left_out() -> None:
+def test_a_shell_script_before_the_launcher_is_ignored() -> None:
     words = ("./bind.sh", "python", "x.py", "--a")
     found = Launch("x.py", False, ("--a",), installs=False, ignored=("./bind.sh",), words=words)
     assert read_launch(words) == found

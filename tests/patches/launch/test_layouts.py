@@ -199,7 +199,7 @@ def test_deepseek_v3_on_16_ranks_is_even_with_multi_token_prediction_apart() -> 
     assert apart <= 1.03 < together
 
 
-def test_recompute_is_chosen_beside_the_layout() -> None:
+def test_recompute_is_chosen_together_with_the_layout() -> None:
     """`plan` chooses recompute together with the layout. The launch recomputes everything, and its
     small model needs no recompute."""
     made, all_written = laid_out("full recompute")

@@ -168,7 +168,7 @@ def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
         {"te_rng_tracker": True, "hidden_dropout": 0.1},
     ],
 )
-def test_recompute_refuses_what_cannot_run_again(setting: dict[str, object]) -> None:
+def test_recompute_refuses_what_cannot_be_recomputed(setting: dict[str, object]) -> None:
     """Settings under which passes cannot be recomputed are refused, whether --pipeline-recompute or
     a schedule file brings the recompute. Harmless settings are accepted."""
     settings = {

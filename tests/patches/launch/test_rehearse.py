@@ -478,7 +478,7 @@ def test_more_steps_than_the_training_has_are_refused(tmp_path: Path) -> None:
         rehearse(longer, stand_in(tmp_path, "zb-h1").start, print)
 
 
-def test_without_a_gpu_one_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_gpu_one_is_requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "gpu_here", lambda: None)
     made = CliRunner().invoke(app, ["rehearse", "--dir", str(tmp_path), "--", *words()])
     assert made.exit_code == 2

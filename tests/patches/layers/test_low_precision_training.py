@@ -122,5 +122,5 @@ def test_a_v(precision: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 
 @nightly("test_recompute.py has them in full precision")
 @pytest.mark.parametrize("precision", ["fp8_cs", "fp8_mx", "nvfp4"])
-def test_passes_that_run_again(precision: str) -> None:
+def test_recomputed_passes(precision: str) -> None:
     both(MODEL, "zb-h1", PRECISIONS[precision], pipeline_recompute="first:2")

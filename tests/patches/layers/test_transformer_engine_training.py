@@ -197,7 +197,7 @@ def test_training_is_stocks_to_the_last_bit(
         "multi-token prediction, repeated",
     ],
 )
-def test_passes_that_run_again(version: str, setting: str) -> None:
+def test_recomputed_passes(version: str, setting: str) -> None:
     train_both(version, setting, pipeline_recompute="first:2")
 
 

@@ -149,7 +149,7 @@ def test_gradients_and_losses_are_stocks(schedule: str, p2p: str, own_groups: bo
 
 
 @nightly("test_parity.py has the launcher with it")
-def test_passes_that_run_again() -> None:
+def test_recomputed_passes() -> None:
     values(
         run_ranks(RANKS, lambda rank: on_rank(rank, "zb-h1", "async", True, recompute="first:4"))
     )

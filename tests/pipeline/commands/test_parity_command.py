@@ -112,7 +112,7 @@ def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, obje
     print(worst, found["iterations"])
 
 
-def test_a_gradient_that_is_left_out_is_more_than_another_order_gives(
+def test_a_missing_gradient_differs_by_more_than_another_order_of_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`parity` reports a missing gradient, which is a larger difference than another order of sums

@@ -185,7 +185,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
         )
 
 
-def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_what_is_traced_is_what_was_requested(tmp_path: Path) -> None:
     """A trace of a run that measures costs holds exactly the requested iterations, although passes
     are marked in all of them.
 

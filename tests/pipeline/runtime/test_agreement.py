@@ -67,7 +67,7 @@ def ask(told: Callable[[int], Mapping[str, Fact] | None], twice: bool = False) -
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_ranks_that_are_alike(twice: bool) -> None:
+def test_ranks_that_are_equal(twice: bool) -> None:
     assert values(ask(lambda rank: ALIKE, twice)) == [""] * RANKS
 
 

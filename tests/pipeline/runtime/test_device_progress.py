@@ -82,7 +82,7 @@ class KnownProgress(DeviceProgress):
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_nobody_asks_a_device_while_a_graph_is_captured(
+def test_no_device_is_queried_while_a_graph_is_captured(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread queries a device's events while a CUDA graph is captured. A user's capture failed
@@ -166,7 +166,7 @@ def test_what_has_ended_is_forgotten() -> None:
     assert progress.position is None and not progress._given
 
 
-def test_a_device_whose_host_goes_on_is_not_asked() -> None:
+def test_a_device_whose_host_goes_on_is_not_queried() -> None:
     """The watchdog queries the device only if the host has stood still between two looks. Earlier
     the watchdog's thread queried the device every second of a healthy run, between the main
     thread's calls."""

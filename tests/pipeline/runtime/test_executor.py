@@ -160,7 +160,7 @@ def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> 
 
 
 @pytest.mark.parametrize("p2p", P2P)
-def test_passes_that_run_again(p2p: P2P) -> None:
+def test_recomputed_passes(p2p: P2P) -> None:
     again = Recompute(first=3)
     programs = [program_for(choose("zb-v"), 2, m, p2p=p2p, recompute=again) for m in MICROBATCHES]
     assert all(any(recomputed(row) for row in program.schedule.rows) for program in programs)

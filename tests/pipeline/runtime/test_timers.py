@@ -62,7 +62,7 @@ def test_timers_change_nothing_and_time_every_pass(case: str) -> None:
 
 
 @pytest.mark.usefixtures("every_backward_is_timed")
-def test_steps_that_begin_again() -> None:
+def test_restarted_steps() -> None:
     setting = SETTINGS["zb-v, fp16"]
     more: dict[str, object] = {"train_iters": 5, "no_barrier_with_level_1_timing": True}
     runs = setting.train({3: 100.0}, validates=True, **HIGHEST, **more)

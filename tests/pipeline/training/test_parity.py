@@ -65,7 +65,7 @@ def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, famil
         assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-22)
 
 
-def test_passes_that_run_again_drop_out_alike() -> None:
+def test_recomputed_passes_have_the_same_dropout() -> None:
     ours: dict[str, object] = {"pipeline_schedule": "zb-h1", "pipeline_recompute": "first:2"}
     training("pp2", "untied, dropout").resume_as_stock(**ours)
 

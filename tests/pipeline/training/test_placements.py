@@ -215,7 +215,7 @@ def test_full_recompute() -> None:
     SETTINGS["pp2"].resume_as_stock(pipeline_schedule="zb-v", **RECOMPUTE)
 
 
-def test_passes_that_run_again() -> None:
+def test_recomputed_passes() -> None:
     """With --pipeline-recompute for all stages, all passes of a training step are recomputed, and
     none of an evaluation; the numbers are stock's."""
     ours = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4"}

@@ -131,7 +131,7 @@ def test_beside_our_own_settings(more: Flags) -> None:
 
 
 @nightly("test_placements.py has the setting")
-def test_a_search_says_what_runs_again(
+def test_a_search_says_what_is_recomputed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The log says how many of the activations v-auto recomputes with `--pipeline-recompute fit`.
@@ -143,7 +143,7 @@ def test_a_search_says_what_runs_again(
 
 
 @nightly("test_placements.py has the setting")
-def test_a_file_with_passes_that_run_again(tmp_path: Path) -> None:
+def test_a_file_with_recomputed_passes(tmp_path: Path) -> None:
     table = tmp_path / "again.csv"
     table.write_text(
         "0F0,0F1,0R0,0I0,0W0,0F2,0R1,0I1,0W1,0F3,0I2,0W2,0R3,0I3,0W3\n"

@@ -37,7 +37,7 @@ SIZES: dict[str, object] = {
         },
     ],
 )
-def test_a_second_training_is_the_first_again(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_second_training_equals_the_first(settings: dict[str, object], tmp_path: Path) -> None:
     flags = {
         name: value.format(tmp_path) if isinstance(value, str) else value
         for name, value in settings.items()

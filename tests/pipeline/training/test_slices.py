@@ -583,7 +583,7 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
 @nightly("test_recompute.py has it without")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("model", ["grouped queries", "experts"])
-def test_passes_that_run_again(schedule: str, model: str) -> None:
+def test_recomputed_passes(schedule: str, model: str) -> None:
     """Recomputed slices train with the same numbers. The first pass stores a slice's keys and
     values for later slices, and its recomputation overwrites them."""
     stages = 4 if schedule == "zb-v" else 2

@@ -146,7 +146,9 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.search
-def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_compares_what_can_be_done_about_the_output_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     only_families(monkeypatch, "1f1b", "zb-v")
     words = ("--memory-limit", "2")
     alone = json.loads(run("plan", "pp=2,m=4", *words, "--json"))["plan"]["candidates"]

@@ -95,7 +95,7 @@ def test_line_says_what_how_far_and_when_it_ends() -> None:
     assert "at the most" not in heard[0]  # steps of unequal length do not tell when the work ends
 
 
-def test_steps_that_are_alike_tell_when_it_ends() -> None:
+def test_equal_steps_say_when_it_ends() -> None:
     work = Task("packing", 4000, equal_steps=True, started=time.perf_counter() - 10)
     assert work.left is None  # no step is done yet
     work.done = 1000

@@ -121,7 +121,7 @@ def test_attention_has_no_weight_gradient() -> None:
     assert longer_w < w
 
 
-def test_fused_attention_makes_its_scores_again() -> None:
+def test_fused_attention_recomputes_its_scores() -> None:
     """I of fused attention recomputes the scores, which is half of attention's forward pass.
     Estimates had omitted that time."""
     plain, fused = costs_of(), costs_of(fused=True)
@@ -199,7 +199,7 @@ def test_recompute_of_some_layers_of_a_stage() -> None:
     ("modules", "stored"),
     [([], 34), (["layernorm"], 34), (["mlp"], 34 - 16), (["layernorm", "mlp"], 34 - 16)],
 )
-def test_modules_that_are_run_again_are_not_stored(modules: list[str], stored: int) -> None:
+def test_recomputed_modules_are_not_stored(modules: list[str], stored: int) -> None:
     """Recomputed modules store no activations: of 34 bytes for each token and unit of width, 16 are
     the input and output of the MLP's activation (Korthikanti et al. 2022). Transformer Engine fuses
     norms with its matrices, and Megatron recomputes none of them. Only stored tensors take time to
@@ -249,7 +249,7 @@ def test_what_is_compressed_and_expanded_again() -> None:
     assert again.seconds[F] == plain.seconds[F]
 
 
-def test_what_experts_make_again_is_not_stored() -> None:
+def test_what_experts_recompute_is_not_stored() -> None:
     """Recompute of experts frees the stored output of the experts' activation, of a shared expert,
     or of everything between router and sum."""
     model = gpt(("*E",), moe_shared_expert_intermediate_size=512, **EXPERTS)
@@ -286,7 +286,7 @@ def test_experts_weights_are_read_by_few_tokens() -> None:
 # ---- the embedding and the output layer
 
 
-def test_the_head_is_on_the_last_stage() -> None:
+def test_the_output_layer_is_on_the_last_stage() -> None:
     without, costs = costs_of(), costs_of(vocabulary=50304)
     head = 2 * TOKENS * WIDTH * 50304 / WHOLE.matrix
     for kind in (F, I, W):

@@ -102,7 +102,7 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
         *((spec, way) for spec in ("zb-h1", "1f1b", "zb-v") for way in (ONE, TWO)),
     ],
 )
-def test_what_the_passes_cost_is_found_again(
+def test_what_the_passes_cost_is_recovered(
     spec: str, vocabulary: VocabularyParallel, rows: int
 ) -> None:
     """The costs of F, I and W are recovered from measured passes, also if a pass contains several
@@ -128,7 +128,7 @@ def test_what_the_passes_cost_is_found_again(
     assert measured.origin.startswith("measured: here")
 
 
-def test_a_head_is_found_again_wherever_its_weight_gradient_is() -> None:
+def test_costs_of_the_output_layer_are_recovered_wherever_its_weight_gradient_is() -> None:
     """The costs of the output layer are recovered from a program that computes its weight gradient
     in I, and from one that computes it in W."""
     assert not output_layer_waits(placed("zb-h1"))

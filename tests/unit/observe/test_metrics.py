@@ -129,7 +129,7 @@ def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_rank_is_slow_beside_what_is_predicted_of_each(rank: int) -> None:
+def test_a_rank_is_slow_compared_with_what_is_predicted_of_each(rank: int) -> None:
     """A rank is called slow if it takes longer than was predicted for that rank. Rank 0, which has
     twice the work, takes longest and is not slow."""
     _, predicted, ranks = slow(rank, 1.25)
@@ -153,7 +153,7 @@ def test_the_line_of_an_interval() -> None:
     assert measured.figures()["pipeline/peak bytes reserved, rank"] == 1
 
 
-def test_memory_that_nobody_measures_is_left_out() -> None:
+def test_memory_that_is_not_measured_is_omitted() -> None:
     program = program_of("1f1b", 2, 4)
     predicted = simulate(program, program.problem.costs)
     measured = metrics(told(program, [predicted]), predicted)

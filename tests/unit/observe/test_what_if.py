@@ -133,7 +133,7 @@ def test_searches_are_told_of_without_their_search(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_what_takes_long_is_left_out() -> None:
+def test_what_takes_long_is_omitted() -> None:
     told = what_if(costs_of(seen("1f1b", 4, 8)), seconds=0.0)
     assert not told.within and "time for comparisons ended" in told.excluded["zb-h1"]
 

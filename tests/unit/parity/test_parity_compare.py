@@ -112,7 +112,7 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
     assert compare_runs(a, b_run, a).verdict is ParityVerdict.DIFFER
 
 
-def test_ulps_around_zero_are_left_out(tmp_path: Path) -> None:
+def test_ulps_around_zero_are_omitted(tmp_path: Path) -> None:
     """Differences of numbers around zero are not printed in ulps. A bias of 1e-9 in one run and of
     -1e-9 in the other run was printed as "1736292493 ulps"."""
     a, b = (

@@ -48,7 +48,7 @@ def selective(*modules: str) -> LayerRecompute:
     return LayerRecompute("selective", modules)
 
 
-def test_what_a_dense_model_could_run_again() -> None:
+def test_what_a_dense_model_could_recompute() -> None:
     """The recompute options of a dense model omit modules that free no memory: norms are fused with
     Transformer Engine's matrices, and its attention stores no matrix."""
     assert recompute_options(DENSE, RUN, RATES) == [NONE, selective("mlp"), FULL]
@@ -150,7 +150,7 @@ def fullest(own: LayerRecompute) -> float:
     return compared(own, None).baseline.fullest
 
 
-def test_without_a_bound_nothing_is_run_again() -> None:
+def test_without_a_bound_nothing_is_recomputed() -> None:
     made = compared(FULL, None)
     assert made.baseline.recompute == FULL
     assert all(result.recompute == NONE for result in made.others.values())
@@ -158,7 +158,7 @@ def test_without_a_bound_nothing_is_run_again() -> None:
     assert all(result.recompute == NONE for result in compared(NONE, None).others.values())
 
 
-def test_as_much_is_run_again_as_makes_it_fit() -> None:
+def test_as_much_is_recomputed_as_makes_it_fit() -> None:
     """A plan recomputes only as much as the memory requires. The limit lies between the memory of
     full recompute and that without recompute, and recompute of the MLPs is enough."""
     made = compared(FULL, 0.4 * fullest(FULL) + 0.6 * fullest(NONE))

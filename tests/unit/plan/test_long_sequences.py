@@ -514,7 +514,7 @@ def test_slices_are_not_looked_at_where_ranks_are_hardly_idle(training: Training
     assert long_sequences(busy, plan, None) is None
 
 
-def test_slices_are_looked_at_where_they_may_spare_recompute(training: Training) -> None:
+def test_slices_are_compared_where_they_may_replace_recompute(training: Training) -> None:
     """Slices of a sequence are compared if they may replace recompute, because slices store less.
     Ranks that recompute are not idle, so the bubble alone would not suggest slices."""
     busy = replace(training, microbatches=100)

@@ -155,7 +155,7 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     assert roomy is not None and roomy.report.options.activation_offload is Offload.NONE
 
 
-def test_what_does_not_fit_is_made_again() -> None:
+def test_what_does_not_fit_is_recomputed() -> None:
     """If nothing fits, the plan recomputes some activations, fewer than Megatron's full
     recompute."""
     families = "1f1b", "zb-h1", "zb-v"
@@ -308,7 +308,7 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
 
 
 @pytest.mark.parametrize(("comm", "is_searched"), [(1, True), (40, False)])
-def test_what_cannot_win_is_left_out(
+def test_what_cannot_win_is_omitted(
     comm: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan does not search for a V if messages are so slow that no V can win; a V sends twice as

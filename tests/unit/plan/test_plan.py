@@ -77,7 +77,7 @@ def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
         assert any(f.makespan <= made.makespan and f.peak <= made.peak for f in front), made
 
 
-def test_a_limit_leaves_out_what_does_not_fit() -> None:
+def test_a_limit_omits_what_does_not_fit() -> None:
     reports = [candidate.report for candidate in plan(4, specs_with_few_chunks).candidates]
     (gpipe,) = (made for made in reports if made.schedule == "gpipe")
     # it stores 8 microbatches unless some are recomputed
@@ -118,7 +118,7 @@ def test_slices_cost_the_same_on_redistributed_layers_as_on_a_given_layout() -> 
     assert moved.slices.keys_values == (4, 4, 4, 2)
 
 
-def test_each_way_for_a_head_is_what_simulate_finds() -> None:
+def test_each_treatment_of_the_output_layer_is_what_simulate_finds() -> None:
     def costs(placement: Placement) -> Costs:
         return parse_costs("f=10,i=12,w=8,comm=1,output_layer=10/12/8", placement)
 

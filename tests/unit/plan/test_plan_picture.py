@@ -83,7 +83,7 @@ def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
     assert set().union(*map(names_on, texts)) >= names
 
 
-def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
+def test_an_alternative_without_a_point_is_drawn(tmp_path: Path) -> None:
     """The legend of a plan's picture names only treatments of the vocabulary that have a point. A
     split vocabulary makes every schedule slower here, so it has none."""
     naive = plan().candidates[0]

@@ -147,7 +147,7 @@ def test_a_refused_part_is_not_written(loads: MicrobatchLoads) -> None:
     assert none.program == free.program == free.most
 
 
-def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> None:
+def test_what_gains_within_a_hundredth_is_omitted(loads: MicrobatchLoads) -> None:
     """A change that gains less than a hundredth is not written, so the command gets the fewest
     flags. With one data-parallel replica there are no microbatches to deal out."""
     one = MicrobatchLoads(loads.tokens[:, :8], loads.squares[:, :8])

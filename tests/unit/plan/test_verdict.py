@@ -121,7 +121,7 @@ def test_a_tie_takes_the_least_memory() -> None:
     assert lean.taken is pool[2], "4 % more time is no tie"
 
 
-def test_memory_that_is_alike_does_not_cost_time() -> None:
+def test_equal_memory_does_not_cost_time() -> None:
     """If two ways to train have the same memory, to 1 %, the faster one is recommended."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter

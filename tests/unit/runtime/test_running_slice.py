@@ -95,7 +95,7 @@ def test_what_autograd_holds_does_not_depend_on_their_number() -> None:
     assert {held(number) for number in (1, 2, 4, 8)} == {2 * TOKENS * WIDTH * 8}
 
 
-def test_a_step_that_begins_again_holds_nothing() -> None:
+def test_a_restarted_step_stores_nothing() -> None:
     running = RunningSlice()
     (span, _) = spans([8, 8])
     with running.running(0, 0, span):

@@ -80,7 +80,7 @@ def test_exact_inverse(case: Case) -> None:
 
 @PROPERTY
 @given(cases)
-def test_messages_are_left_out(case: Case) -> None:
+def test_messages_are_omitted(case: Case) -> None:
     assert to_csv(with_messages(case.schedule, case.problem)) == to_csv(case.schedule)
 
 

@@ -117,7 +117,7 @@ def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
-def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name: str) -> None:
+def test_repeating_part_is_close_for_families_that_place_w_by_costs(name: str) -> None:
     """The time of a long step that is derived from its repeating part is close to the time of the
     whole step, also for families that place W by the costs. It is not equal, because such a family
     takes the best of several orders, which may be another one with more microbatches.

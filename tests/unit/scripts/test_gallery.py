@@ -17,7 +17,7 @@ from tests.helpers.pages import data_in
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_page_has_the_schedules_that_are_asked_for(tmp_path: Path) -> None:
+def test_a_page_has_the_requested_schedules(tmp_path: Path) -> None:
     path = draw_gallery.draw(2, 3, "usual", tmp_path, names=("1f1b", "zb-v"))
     assert path.name == "p2-m3-usual.html"
     data = data_in(path.read_text())

@@ -134,7 +134,7 @@ def test_the_section_of_the_page() -> None:
     assert why in gains_section([prospect(best), unknown])
 
 
-def test_what_is_alike_is_planned_once() -> None:
+def test_what_is_equal_is_planned_once() -> None:
     asked: list[Configuration] = []
 
     def all_gains(configurations: Sequence[Configuration]) -> dict[Configuration, str]:

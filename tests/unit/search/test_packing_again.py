@@ -39,7 +39,7 @@ from tests.unit.search.test_packing import random_plan, random_recomputed, shape
 
 @settings(PROPERTY, max_examples=30)
 @given(seed=seeds, place=shapes, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 6))
-def test_any_choice_of_what_is_made_again_packs_soundly(
+def test_any_choice_of_recompute_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
     """Any choice of activations to recompute is packed into a sound schedule, forwards or backwards
@@ -61,7 +61,7 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
 
 
 @pytest.mark.parametrize("limit", [1.5, *at_night(3.0)])
-def test_a_search_chooses_what_is_made_again(limit: float) -> None:
+def test_a_search_chooses_what_is_recomputed(limit: float) -> None:
     """A search chooses the activations to recompute, and is no worse than a search that may not
     recompute. With little memory, a second forward pass costs less time than waiting for memory."""
     alone = usual(v(3), 9, limit)

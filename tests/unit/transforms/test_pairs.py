@@ -192,7 +192,7 @@ def test_kinds_that_are_no_pair() -> None:
         proved(schedule)
 
 
-def test_pairs_that_nobody_asked_for_are_refused() -> None:
+def test_pairs_that_are_not_requested_are_refused() -> None:
     alone = PROBLEM.with_options(pairs=False)
     with pytest.raises(InvalidSchedule, match=r"\(3F1;3I0\)OVERLAP_F_B, .* are not requested"):
         proved(by_hand(GOOD), alone)
@@ -455,7 +455,7 @@ def test_torch_reads_a_pair() -> None:
     assert (str(backward), str(parse_action("3I0"))) == ("3I0", "3I0")
 
 
-def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_a_table_with_pairs_runs_without_them_unless_they_are_requested(tmp_path: Path) -> None:
     program = built("dualpipe-v", 4, 8)
     path = tmp_path / "x.csv"
     path.write_text(to_csv(program.schedule))

@@ -335,7 +335,7 @@ def test_in_bytes_messages_count() -> None:
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
-def test_stages_with_nothing_to_train_make_nothing_again(spec: str) -> None:
+def test_stages_with_nothing_to_train_recompute_nothing(spec: str) -> None:
     problem = replace(problem_of_v_or_line(spec), first_trained_stage=2)
     program = build_program(choose(spec), problem)
     again = {a.stage for row in program.schedule.rows for a in row if a.kind is Kind.RECOMPUTE}
@@ -420,7 +420,7 @@ def test_an_evaluation_recomputes_nothing(spec: str) -> None:
     assert {action.kind for row in rows for action in row} == {Kind.FORWARD}
 
 
-def test_simulate_tells_what_is_made_again(tmp_path: Path) -> None:
+def test_simulate_says_what_is_recomputed(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     words = ["simulate", "zb-v", "--pp", "4", "-m", "8", "--costs", "f=10,i=12,w=8,comm=1"]
     words += ["--recompute", "first:4", "--csv", str(table)]

@@ -295,7 +295,7 @@ def test_stages_take_slices_in_one_order() -> None:
     assert [str(action) for action in why.value.actions] == ["1F1.0", "0F0.1"]
 
 
-def test_slices_where_none_are_asked_for() -> None:
+def test_slices_that_are_not_requested() -> None:
     problem = problem_for("1f1b", 1, 1, 1)
     schedule = built("1f1b", 1, 1, 2).schedule
     with pytest.raises(InvalidSchedule, match=r"it has 0F0\.0, and .* are not cut"):

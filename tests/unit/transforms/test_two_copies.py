@@ -184,7 +184,7 @@ def test_a_file_of_two_copies_is_folded(tmp_path: Path, counted: str) -> None:
 
 
 @pytest.mark.parametrize("spec", BY_V)
-def test_which_copy_a_pass_is_of_is_found_again(spec: str) -> None:
+def test_the_copy_of_each_pass_is_recovered(spec: str) -> None:
     copies = unfold(scheduled(spec, 3, 4))
     again = from_rows(copies.rows, copies.name)
     assert (again.rows, again.rank_of) == (copies.rows, copies.rank_of)

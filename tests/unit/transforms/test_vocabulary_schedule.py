@@ -315,7 +315,7 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 
 @pytest.mark.search
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
-def test_a_head_costs_its_share(name: str) -> None:
+def test_an_output_layer_costs_its_share(name: str) -> None:
     """A split output layer costs each rank its share. A step takes m intervals, the time in which
     the schedule fills, and one or two more intervals."""
     ranks, m = 8, 128 if IS_NIGHT else 24
@@ -326,7 +326,7 @@ def test_a_head_costs_its_share(name: str) -> None:
         assert makespan <= 1.02 * (m * interval + fill + MORE[how] * interval), (head, how)
 
 
-def test_1f1b_alone_pays_for_the_whole_head() -> None:
+def test_1f1b_alone_pays_for_the_whole_output_layer() -> None:
     placement = choose("1f1b").place(8)
     for head in (0.5, 1, 2, 4):
         costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((head,) * 3))
