@@ -2,7 +2,7 @@
 
 The bytes of a stage are measured once, with a single microbatch, and written to a costs file as a
 user would write it. The peak of every schedule is predicted from that file, and compared with the
-storages counted in a training with the same file (`held_bytes`). ``pytest -rP`` shows the figures.
+storages counted in a training with the same file (`held_bytes`). ``pytest -rP`` shows the numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.problem import Offload, Problem, Recompute, ScheduleOptions
 from tests.helpers.combinations import IS_NIGHT, at_night, nightly
+from tests.helpers.documents import DOCS
 from tests.helpers.held_bytes import (
     Measured,
     computing,
@@ -58,6 +59,7 @@ MODEL: dict[str, object] = {
 }
 # bytes of a tensor passed between stages: sequence x micro batch x hidden, in float32
 BOUNDARY = 64 * 2 * 64 * 4
+ON_THE_PAGE = ("1f1b", "zb-h1", "v-half", "v-min")  # schedules with a row in docs/measurements.md
 FULL_RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -183,6 +185,10 @@ def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
     print(*table(spec, expected, ranks), sep="\n")
     assert {rank.digest for rank in ranks} == {program.digest}
     assert within_tolerance(expected, ranks)
+    if spec in ON_THE_PAGE:
+        first, last = (f"{ranks[rank].peak / 1e6:.2f}" for rank in (0, -1))
+        name = f"`{spec}`, {layers(program.problem.placement.stages)} layers"
+        assert f"| {name} | {first} | {last} |" in (DOCS / "measurements.md").read_text()
     for rank, row in zip(ranks, program.schedule.rows, strict=True):
         assert_nothing_is_left(rank)
         assert all(sample.copied == 0 for sample in rank.samples)
@@ -251,7 +257,7 @@ def test_full_recompute_holds_the_stages_input_alone() -> None:
 
 @nightly("the simulator's count is a unit test; test_placements.py trains so")
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
-def test_a_pass_that_runs_again_leaves_its_input_alone(spec: str) -> None:
+def test_a_recomputed_pass_leaves_its_input_alone(spec: str) -> None:
     """A recomputed stage stores only its input between F and R. For stages in the middle of the
     pipeline the measured bytes are exact."""
     stages = choose(spec).place(RANKS).stages
