@@ -186,3 +186,14 @@ def test_a_spinning_block_owns_its_multiprocessor(architecture: str, tmp_path: P
     used = int(ended.stderr.split("Used ")[1].split()[0])
     taken = spinning.THREADS * (used + -used % 8)
     assert 0.9 * 65_536 < taken <= 65_536
+
+
+def test_the_peaks_on_a_gpu_are_those_of_the_page_of_measurements() -> None:
+    """README says by how much peaks on a GPU were above the prediction. The page of measurements
+    has a number for each way to send messages, of which README has the largest."""
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    above = re.findall(r"^\| executor.* peak.* to ([\d.]+) % above", page, re.MULTILINE)
+    (said,) = re.findall(
+        r"peaks within ([\d.]+) % of the prediction", (ROOT / "README.md").read_text()
+    )
+    assert len(above) == 2 and float(said) == max(map(float, above))

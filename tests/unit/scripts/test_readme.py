@@ -85,15 +85,6 @@ def test_the_table_has_all_rows_and_no_others() -> None:
     assert written[len(ROWS) :] == [row(cells).strip() for cells in TRAINED]
 
 
-def test_the_peaks_on_a_gpu_are_those_of_the_page_of_measurements() -> None:
-    """README says by how much peaks on a GPU were above the prediction. The page of measurements
-    has a number for each way to send messages, of which README has the largest."""
-    page = (README.parent / "docs" / "measurements.md").read_text()
-    above = re.findall(r"^\| executor.* peak.* to ([\d.]+) % above", page, re.MULTILINE)
-    (said,) = re.findall(r"peaks within ([\d.]+) % of the prediction", README.read_text())
-    assert len(above) == 2 and float(said) == max(map(float, above))
-
-
 def test_each_row_names_its_baseline() -> None:
     """Each row of README's table names its baseline. Two rows used to have the numbers of
     Megatron's interleaved schedule without its name."""

@@ -1,4 +1,4 @@
-"""Tests that simulated numbers in README.md and docs/ are those that the code computes now.
+"""Tests that numbers of searches in README.md and docs/ are those that the code computes now.
 
 docs/uneven-stages.md used to say that zb-auto, with an order made for a slow link, takes 1.09 times
 its step, where it takes 1.08. The number had been typed, and the search had improved since.
@@ -26,12 +26,13 @@ from tests.helpers.combinations import nightly
         pytest.param(
             one,
             id=f"{one.page}: {one.name}",
-            marks=[nightly("figures without a search")] if one.is_slow else [],
+            marks=[nightly("figures without a search")],
         )
         for one in FIGURES
+        if one.is_slow
     ],
 )
-def test_a_page_has_simulated_figures(
+def test_a_page_has_the_figures_of_searches(
     simulated: SimulatedTable | SimulatedSentence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the searches of a user, longer than those of tests
