@@ -23,7 +23,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.behaviour")
     parser.add_argument("what", choices=["write", "compare"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument(
+        "subjects", nargs="*", metavar="SUBJECT", help=f"one of {', '.join(SUBJECTS)}"
+    )
     given = parser.parse_args(words)
     for name in given.subjects:
         if name not in SUBJECTS:

@@ -344,8 +344,9 @@ def _pass(model: GPTModel, batch: Microbatch | None) -> None:
 
 
 def test_a_microbatch_that_nobody_describes_is_said_once() -> None:
-    """Training by pretrain_gpt.py, which describes nothing, ran as without the setting, and
-    nothing said so."""
+    """A warning says once that a microbatch was not described by `share_prompts`. A training by
+    pretrain_gpt.py, which describes none, used to run as without the setting and without a
+    warning."""
 
     def on_rank(rank: int) -> list[str]:
         parallel_state.initialize_model_parallel()

@@ -69,7 +69,8 @@ def test_the_docs_tell_what_is_refused(group: RefusalGroup) -> None:
 
 
 def test_the_docs_tell_what_shared_prompts_refuse() -> None:
-    """The refusals of shared prompts, which depend on no schedule, stood on no page."""
+    """The page of compatibility lists what shared prompts refuse. These refusals do not depend
+    on the schedule, and no page had them."""
     refusals = (*REFUSED, *REFUSED_LOSSES)
     group = RefusalGroup("shared prompts refusals", refusals, by_schedule)
     check_written(group.name, listed(group))

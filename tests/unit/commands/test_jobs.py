@@ -251,7 +251,8 @@ def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path
 def test_an_option_that_overrules_a_setting_of_the_launch_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--memory-limit took the place of the command's --pipeline-memory-limit without a word."""
+    """A line says that --memory-limit overrules the command's --pipeline-memory-limit. It used
+    to do so without a word."""
     file = tmp_path / "a.json"
     file.write_text('{"pipeline_memory_limit": 5}')
     schedule = ("--pipeline-schedule", "zb-v")

@@ -122,8 +122,9 @@ def test_a_mistake_is_named_and_nothing_is_installed(
 
 @pytest.mark.parametrize("name", NUMBERS_AND_PATHS)
 def test_a_number_or_a_path_is_the_same_as_its_text(name: str) -> None:
-    """`install(memory_limit=5)` ended with an AttributeError, and `install(vocab_parallel=1)` with
-    the advice to write 1."""
+    """`install` accepts a number or a path as it accepts its text. `install(memory_limit=5)`
+    used to end with an AttributeError, and `install(vocab_parallel=1)` with the advice to write
+    1."""
     value, text = NUMBERS_AND_PATHS[name]
     given = PipelineConfig.parse(schedule="zb-v", **{name: value})
     assert given == PipelineConfig.parse(schedule="zb-v", **{name: text})

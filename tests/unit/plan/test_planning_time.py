@@ -88,8 +88,8 @@ def test_a_timer_that_counts_ahead_does_not_end_work_early(monkeypatch: pytest.M
 def test_work_around_ends_if_inner_work_has_used_up_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outer work ends though the time was over before inner work returned and the timer counted
-    behind. Its timer was set to 0 s then, which stops a timer."""
+    """Outer work ends if inner work returns only after the end of the outer work's time. The
+    outer timer used to be set to 0 s then, which stops a timer."""
     set_timer_speed(monkeypatch, 0.25)
     found: list[str] = []
 
@@ -162,7 +162,8 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
 
 def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None:
     """A plan that was cut short names each kind of alternative that it did not finish comparing.
-    Schedules with overlapped passes, and those without recompute, were just called schedules."""
+    Schedules with overlapped passes, and schedules without recompute, used to be called
+    schedules, too."""
 
     def in_pairs() -> str | None:
         return until_end(lambda: work_for(60), None, SCHEDULES)

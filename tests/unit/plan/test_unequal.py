@@ -77,8 +77,8 @@ def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
 
 
 def test_prompts_that_are_computed_once_have_a_gain(tmp_path: Path) -> None:
-    """A plan took lengths of prompts with their answers, and did not say what sharing them gains:
-    a user had to compare two files."""
+    """A plan for prompts with their answers says what computing each prompt once gains. A user
+    used to have to compare the plans of two files."""
     file = tmp_path / "lengths.txt"
     file.write_text("100+50+50\n" * 8)
     costs = "--costs", "f=10,i=12,w=8"

@@ -363,7 +363,8 @@ def test_without_a_baseline_nothing_of_megatrons_comes_first() -> None:
 
 
 def test_a_gain_says_which_times_it_compares_where_they_are_of_two_kinds() -> None:
-    """The span of steps that overlap was compared with a makespan, and the gain did not say so."""
+    """A gain says so if it compares the span of steps that overlap with a makespan. It used to
+    compare the two without a word."""
     own, ours = way("1f1b", 25.3, 50), way("zb-v", 18.6, 50)
     gain = "(the span of overlapping steps compared with the makespan now)"
     assert not [row for row in told(verdict_of(own, [ours])) if gain in row]

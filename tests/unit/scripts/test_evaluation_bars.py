@@ -26,8 +26,8 @@ def test_a_bar_that_is_open_has_to_be_missed() -> None:
 
 
 def test_rows_without_an_estimate_have_no_figure() -> None:
-    """Rows with sparse attention were predicted as plain attention, at 0.2 to 5.4 times the
-    measured seconds."""
+    """Rows with sparse attention have no prediction, since the model has no estimate. They used
+    to be predicted as plain attention, at 0.2 to 5.4 times the measured seconds."""
     steps = [step for step in STEPS if step.job.startswith("card GLM")]
     assert len(steps) == 4 and predict(steps, lambda: None) == []
     lines = list(of_steps([], steps))
