@@ -7,8 +7,11 @@ estimate had come to say 1.09 and 0.79. Numbers of searches have tests at night
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from scripts import write_outputs
 from scripts.simulated_figures import FIGURES, ROOT, SimulatedSentence, SimulatedTable
 
 
@@ -21,3 +24,13 @@ def test_a_page_has_computed_figures(simulated: SimulatedTable | SimulatedSenten
     assert simulated.written_into(page) == page, (
         f"to write it: python -m scripts.simulated_figures --quick {simulated.page}"
     )
+
+
+def test_the_bubble_that_the_page_of_doctor_explains_is_that_of_its_output() -> None:
+    """docs/checking-a-launch.md explains 1F1B's predicted bubble, which its output has.
+
+    The sentence used to say 26.9 %, after an estimate that had changed made the output 27.0 %.
+    """
+    page = (ROOT / "docs" / "checking-a-launch.md").read_text()
+    (said,) = re.findall(r"1F1B's predicted bubble is ([\d.]+) %", page)
+    assert any(f"(1f1b {said}%)" in block.text for block in write_outputs.blocks(page))
