@@ -5,25 +5,36 @@ it.
 
 No machine runs the whole night for this project. Instead each change runs a part of it, once a
 whole night has been recorded. Only files that passed in the recorded night are chosen, and nothing
-is recorded.
+is recorded. Files that need sources which are on no package index, and not here, are named instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from tests.helpers.fetched import FETCHED, MEGATRON_LM
+from tests.helpers.nemo_rl_checkout import CHECKOUT
 from tests.night import record
 from tests.night.__main__ import commit, run_files
-from tests.night.pieces import COMMANDS, night_cases, night_files
+from tests.night.pieces import COMMANDS, ROOT, night_cases, night_files
 from tests.night.record import NightLine
 
 AT_MOST = 25 * 60.0  # seconds on all cores, by the record
 LATEST = 65 * 60.0  # seconds after the begin of .ci/run by which the last file must begin
+
+# By a name that test files import, the folder of sources that its tests need.
+SOURCES: dict[str, Path] = {
+    "megatron_sources": MEGATRON_LM,
+    "optimizers_on_cpu": FETCHED / "emerging-optimizers",
+    "nemo_rl_checkout": CHECKOUT,
+}
 
 
 def main(words: Sequence[str]) -> int:
@@ -35,8 +46,12 @@ def main(words: Sequence[str]) -> int:
         return 0
     cases = night_cases(files)
     for name, line in lines.items():
-        if name not in COMMANDS and not record.problems({name: line}, {name: cases[name]}):
-            green[name] = float(line.seconds)
+        if name in COMMANDS or record.problems({name: line}, {name: cases[name]}):
+            continue
+        if absent := lacking((ROOT / name).read_text(), SOURCES):
+            print(f"== {name} is left out: there is no {absent.relative_to(ROOT)}")
+            continue
+        green[name] = float(line.seconds)
     names = list(drawn(green, commit(), AT_MOST * cores))
     print(f"== {len(names)} of {len(lines)} files of the night", flush=True)
 
@@ -48,6 +63,15 @@ def main(words: Sequence[str]) -> int:
     wrong = record.problems(ran, {name: cases[name] for name in ran})
     print("\n".join(f"night: {text}" for text in wrong), end="\n" if wrong else "")
     return bool(wrong)
+
+
+def lacking(text: str, sources: Mapping[str, Path]) -> Path | None:
+    """Return a folder of ``sources`` that does not exist and that a test file needs, by the names
+    in its ``text``."""
+    for word, folder in sources.items():
+        if re.search(rf"\b{word}\b", text) and not folder.exists():
+            return folder
+    return None
 
 
 def drawn(seconds: Mapping[str, float], by: str, at_most: float) -> Iterator[str]:

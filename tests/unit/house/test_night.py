@@ -9,7 +9,7 @@ import pytest
 
 from tests.night import record
 from tests.night.__main__ import lines_of, piece_of
-from tests.night.drawn import drawn
+from tests.night.drawn import SOURCES, drawn, lacking
 from tests.night.pieces import COMMANDS, deal, night_cases, night_files, pieces_of
 from tests.night.record import NightLine, parse, problems
 
@@ -95,6 +95,13 @@ def test_each_commit_draws_another_part_of_the_night() -> None:
     assert all(len(set(part)) == 3 for part in parts)
     assert len({tuple(part) for part in parts}) == 4
     assert list(drawn(seconds, "a1", 180.0)) == parts[0]
+
+
+def test_files_whose_sources_are_not_here_are_left_out(tmp_path: Path) -> None:
+    here, away = tmp_path, tmp_path / "away"
+    text = (record.RECORD.parents[1] / "pipeline/callers/test_nemo_rl.py").read_text()
+    assert lacking(text, dict.fromkeys(SOURCES, here) | {"nemo_rl_checkout": away}) == away
+    assert lacking(text, dict.fromkeys(SOURCES, away) | {"nemo_rl_checkout": here}) is None
 
 
 def test_a_night_has_each_file_with_night_cases() -> None:
