@@ -335,7 +335,7 @@ def parse_gpu(text: str) -> Gpu:
     ``host`` and ``peers``, which default to an H100's, and ``memory`` are optional.
 
     Raises:
-        ValueError: ``text`` is neither.
+        ValueError: ``text`` is neither a name nor such rates.
     """
     if text.lower() in GPUS:
         return GPUS[text.lower()]

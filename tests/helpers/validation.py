@@ -137,7 +137,7 @@ class StepAtOnce(Validation):
         self.position = chain_of(placement).index(pipeline.group.rank())
         self.step = 0
         self.states: list[PartialState] = []  # states that were passed on
-        self.taken_back: list[int] = []  # steps
+        self.taken_back: list[int] = []  # numbers of the steps that were rolled back
         self._kept: list[Tensor] | None = None
 
     def optimizer_step(self) -> None:

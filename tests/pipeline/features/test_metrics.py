@@ -156,7 +156,7 @@ def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str])
 
 def test_a_step_of_other_passes_does_not_count() -> None:
     """--pipeline-metrics ignores a step whose passes are not the expected ones in the expected
-    order. Under a Megatron with another order, passes would be mistaken for others."""
+    order. Under a Megatron with another order, a pass would otherwise count as another one."""
     program = program_for(choose("1f1b"), 2, 2)
     expected = program.schedule.compute_rows[0]
     recorder, steps = Recorder(0), StepSums(CPU)

@@ -122,9 +122,9 @@ def test_a_file_that_the_shell_has_opened_is_not_replaced(
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
-    """Two processes that write the same file each write a whole one, and the last wins. They used
-    the same temporary file next to it: the first file was a mixture, and the second process found
-    nothing to rename. A user's own file with that temporary name was overwritten."""
+    """Two processes that write the same file each write a whole one, and the last wins. Both
+    processes used to write one temporary file next to it: the first file was a mixture, and the
+    second process found nothing to rename. A user's own file of that name was overwritten."""
     path, other = tmp_path / "file", tmp_path / "file.begun"
     other.write_text("a user's")
     with whole_file(path) as first:

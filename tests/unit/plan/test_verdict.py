@@ -193,8 +193,8 @@ def test_the_table_marks_a_launch_that_is_kept(capsys: pytest.CaptureFixture[str
 def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     """The verdict may be Megatron's own schedule with another layout.
 
-    Such a layout gained 21.4 %, but the plan recommended one of this project's schedules, which
-    gained 21.0 %.
+    The plan used to recommend one of this project's schedules, which gained 21.0 %, although such a
+    layout gained 21.4 %.
     """
     own = way("1f1b", 1.0, 26)
     layout, ours = way("interleaved:vpp=4", 0.786, 27), way("zb-v", 0.790, 29)

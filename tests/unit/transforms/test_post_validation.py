@@ -350,7 +350,10 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
     for row in made.rows:
         twice = memory_curve(row + row, amount)
         assert max(twice) == pytest.approx(max(memory_curve(row, amount)))
-        assert row[-1].kind in (Kind.STEP, Kind.SEND_P)  # comes after all that frees memory
+        assert row[-1].kind in (
+            Kind.STEP,
+            Kind.SEND_P,
+        )  # both come after all passes that free memory
 
 
 # --- searches for it
