@@ -210,13 +210,13 @@ class Groups:
     def methods(self) -> dict[str, Callable[..., Any]]:
         names = (*_COLLECTIVES, *_MESSAGES)
         made = {
-            name: self._noted(getattr(dist.ProcessGroup, name))
+            name: self.noted(getattr(dist.ProcessGroup, name))
             for name in names
             if hasattr(dist.ProcessGroup, name)
         }
         return made | {name: self._refused(name) for name in _BARRIERS}
 
-    def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **more: Any) -> Any:
             graph = _graph_of_this_thread()
             if graph is None or self.is_calling:
@@ -228,7 +228,7 @@ class Groups:
                 work = method(group, *args, **more)
             finally:
                 self.is_calling = False
-            return _Work(work, graph, graph.add_call(method, group, args, more))
+            return _Work(work, self, graph, graph.add_call(method, group, args, more))
 
         return call
 
@@ -243,10 +243,14 @@ class Groups:
 
 
 class _Work:
-    """Work of a group; a wait for it in a capture is one in each replay."""
+    """Work of a group; a wait for it in a capture is one in each replay.
 
-    def __init__(self, work: Any, graph: Graph, number: int) -> None:
-        self._work, self._graph, self._number = work, graph, number
+    Gloo's wait for a reduce-scatter copies the results from memory of its call. A replay calls
+    again, so these copies are not noted as operations of the step.
+    """
+
+    def __init__(self, work: Any, groups: Groups, graph: Graph, number: int) -> None:
+        self._work, self._groups, self._graph, self._number = work, groups, graph, number
         self._was_awaited = False
 
     def __getattr__(self, name: str) -> Any:
@@ -258,7 +262,11 @@ class _Work:
         if not self._was_awaited and _graph_of_this_thread() is self._graph:
             self._graph.add_wait(self._number)
         self._was_awaited = True
-        return self._work.wait(*timeout)
+        self._groups.is_calling = True
+        try:
+            return self._work.wait(*timeout)
+        finally:
+            self._groups.is_calling = False
 
 
 class Event:

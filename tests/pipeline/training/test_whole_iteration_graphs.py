@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ FLAGS: dict[str, object] = {
     "bf16": True,
     "train_iters": 1 + REPLAYS,
     "no_check_for_nan_in_loss_and_grad": True,
+}
+DISTRIBUTED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
 }
 GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 1}
 
@@ -55,6 +61,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             ("zb-h1", {"pipeline_p2p": "batched"}),
             ("interleaved-zb", {}),
             ("zb-v", {"overlap_grad_reduce": True}),
+            ("zb-h1", {"use_distributed_optimizer": True}),
+            ("interleaved-zb", DISTRIBUTED),
+            ("zb-v", DISTRIBUTED),
         ),
     ],
 )
@@ -124,6 +133,25 @@ def test_an_event_of_a_capture_is_never_queried(groups: Groups) -> None:
         event.record()
     with pytest.raises(HostDecision, match=r"Event\.query of an event recorded"):
         event.query()
+
+
+def test_a_wait_copies_what_its_call_has_made(groups: Groups) -> None:
+    """Replays of a reduce-scatter had the gradients of the capture. Gloo's wait copies them from
+    memory of the call, and the emulator noted that copy as an operation of the step."""
+    x, reduced = torch.ones(3), torch.zeros(3)
+
+    def reduce(group: object) -> SimpleNamespace:
+        made = x.clone()
+        return SimpleNamespace(wait=lambda: reduced.copy_(made))
+
+    call = groups.noted(reduce)
+    graph = Graph()
+    with capturing(groups, graph):
+        call(None).wait()
+    for _ in "12":
+        x += 1
+        graph.replay()
+    assert torch.equal(reduced, x)
 
 
 def test_a_replay_does_what_the_device_did_and_no_more(groups: Groups) -> None:
