@@ -63,8 +63,8 @@ class EmulatedClock:
         return list(events)
 
 
-@pytest.fixture(autouse=True)
-def short_and_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_and_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the races of ranks that are forked from now on, and emulate their clocks."""
     run_passes = pipeline_training.run_passes
 
     @functools.wraps(run_passes)
@@ -77,6 +77,11 @@ def short_and_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", ROUNDS, raising=False)
         monkeypatch.setattr(module, "TIMED", TIMED, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def short_and_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_and_emulate(monkeypatch)
 
 
 def flags(iterations: int, **more: object) -> list[str]:
