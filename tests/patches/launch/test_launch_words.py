@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.launch.command.launch_words import Launch, read_launch
+from megatron_ext.launch.planner.command_line import command_with
+from megatron_ext.planner.verdict import Written
 
 
 @pytest.mark.parametrize(
@@ -288,3 +290,37 @@ def test_a_shells_text_that_is_not_closed_is_refused(text: str, why: str) -> Non
         ValueError, match=re.escape(f"the text behind bash -c is not understood: {why}")
     ):
         read_launch(["bash", "-c", text])
+
+
+ADDED = Written(("--pipeline-schedule", "zb-v"), ("--num-virtual-stages-per-pipeline-rank",))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            'cd /x && A=$B python x.py --lr 1 --z "$Z" 2>&1 | tee out.$N',
+            'cd /x && A=$B python -m megatron_ext x.py --lr 1 --z "$Z" --pipeline-schedule zb-v '
+            "2>&1 | tee out.$N",
+        ),
+        (
+            "torchrun x.py \\\n  --num-virtual-stages-per-pipeline-rank \\\n 2 \\\n  --lr 1 \\\n",
+            "torchrun -m megatron_ext x.py \\\n  --lr 1 --pipeline-schedule zb-v \\\n",
+        ),
+        (
+            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python x.py --lr 1 | tee o' && rm x",
+            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python -m megatron_ext x.py --lr 1 "
+            "--pipeline-schedule zb-v | tee o' && rm x",
+        ),
+        (
+            "python -m x; echo done",
+            "python -m megatron_ext -m x --pipeline-schedule zb-v; echo done",
+        ),
+        ("python -m megatron_ext x.py", "python -m megatron_ext x.py --pipeline-schedule zb-v"),
+    ],
+)
+def test_a_shells_text_stays_as_it_is_around_the_launch(before: str, after: str) -> None:
+    """Story: the written command quoted `&&`, `|` and `$B`, so no shell could run it."""
+    for shell in (["bash", "-c"], ["srun", "-n", "4", "bash", "-lc"]):
+        written = command_with(read_launch([*shell, before]), ADDED)
+        assert shlex.split(written) == [*shell, after]

@@ -308,37 +308,6 @@ def test_a_command_is_written_anew(before: str, after: str) -> None:
     assert ("megatron_ext" in stock) is ("megatron_ext" in before)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (
-            'cd /x && A=$B python x.py --lr 1 --z "$Z" 2>&1 | tee out.$N',
-            'cd /x && A=$B python -m megatron_ext x.py --lr 1 --z "$Z" --pipeline-schedule zb-v '
-            "2>&1 | tee out.$N",
-        ),
-        (
-            "torchrun x.py \\\n  --num-virtual-stages-per-pipeline-rank \\\n 2 \\\n  --lr 1 \\\n",
-            "torchrun -m megatron_ext x.py \\\n  --lr 1 --pipeline-schedule zb-v \\\n",
-        ),
-        (
-            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python x.py --lr 1 | tee o' && rm x",
-            "a -v 1 -v 2 -v 3 -v 4 && srun i bash -c 'cd /x && python -m megatron_ext x.py --lr 1 "
-            "--pipeline-schedule zb-v | tee o' && rm x",
-        ),
-        (
-            "python -m x; echo done",
-            "python -m megatron_ext -m x --pipeline-schedule zb-v; echo done",
-        ),
-        ("python -m megatron_ext x.py", "python -m megatron_ext x.py --pipeline-schedule zb-v"),
-    ],
-)
-def test_a_shells_text_stays_as_it_is_around_the_launch(before: str, after: str) -> None:
-    """Story: the written command quoted `&&`, `|` and `$B`, so no shell could run it."""
-    for shell in (["bash", "-c"], ["srun", "-n", "4", "bash", "-lc"]):
-        written = command_with(read_launch([*shell, before]), ADDED)
-        assert shlex.split(written) == [*shell, after]
-
-
 def test_a_script_that_brings_us_along_is_left_as_it_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import megatron_ext.auto\n")
