@@ -191,7 +191,8 @@ def job_costs(
         speeds: speeds of the pipeline ranks; None if all are equally fast.
 
     Raises:
-        ValueError: ``source`` cannot be parsed, or there are more or fewer ``speeds`` than ranks.
+        ValueError: ``source`` cannot be parsed, there are more or fewer ``speeds`` than ranks, or
+            ``source`` lacks the share of attention in slices and there is no estimate.
     """
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:
@@ -201,8 +202,15 @@ def job_costs(
     else:
         costs = parse_costs(source.text, job.placement)
         if slices > 1:
-            given = costs
-            costs = given.with_slices_of(_estimated(job, slices))
+            given, estimated = costs, _estimated(job, slices)
+            costs = given.with_slices_of(estimated)
+            if estimated.no_estimate and not given.slices.attention:
+                raise ValueError(
+                    f"{flag('costs')} {source} does not say which share of a pass is attention, "
+                    f"which slices share unequally, and there is no estimate: "
+                    f"{estimated.no_estimate}; add the share, as in "
+                    f"f=10,i=12,w=8,comm=1,attention=0.3"
+                )
             if tell is not None and costs is not given:
                 tell(
                     f"{flag('costs')} {source} does not say what slices take: the shares of "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ext.cost_model.execution import Execution, Precision
-from megatron_ext.cost_model.model import SYMBOLS, Model
+from megatron_ext.cost_model.model import SYMBOLS, Model, why_no_estimate_with
 from megatron_ext.cost_model.tower import Tower, TowerTraining, tower_of
 
 _Get = Callable[..., Any]
@@ -90,6 +90,14 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         sparse_attention=_sparse_attention(get) or "",
         unknown=_unknown(get, layers),
     )
+
+
+def why_no_estimate(settings: Any) -> str | None:
+    """Return why seconds of the model of ``settings`` cannot be estimated; None if they can.
+
+    The sizes of the model need not be known.
+    """
+    return why_no_estimate_with(_sparse_attention(_reader(settings)) or "")
 
 
 def layers_of(settings: Any) -> tuple[str, ...]:

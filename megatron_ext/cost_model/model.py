@@ -111,12 +111,7 @@ class Model:
     @property
     def why_no_estimate(self) -> str | None:
         """Reason why seconds of the model cannot be estimated; None if they can."""
-        if not self.sparse_attention:
-            return None
-        return (
-            f"how long sparse attention ({self.sparse_attention}) takes is not known (published "
-            f"steps take a fifth of what plain attention would, to six times as long)"
-        )
+        return why_no_estimate_with(self.sparse_attention)
 
     @property
     def query_width(self) -> int:
@@ -140,6 +135,19 @@ class Model:
                 f"{len(self.layers)} layers cannot be split evenly over {stages} stages"
             )
         return [per_stage] * stages
+
+
+def why_no_estimate_with(sparse_attention: str) -> str | None:
+    """Return why seconds with ``sparse_attention``, a name or "", cannot be estimated.
+
+    None if they can.
+    """
+    if not sparse_attention:
+        return None
+    return (
+        f"how long sparse attention ({sparse_attention}) takes is not known (published "
+        f"steps take a fifth of what plain attention would, to six times as long)"
+    )
 
 
 @dataclass(frozen=True)

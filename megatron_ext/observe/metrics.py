@@ -102,10 +102,11 @@ class Metrics:
     """Mean pipeline metrics of the steps of several iterations, next to the prediction.
 
     Attributes:
-        bubble_shares: idle share of a step over all ranks, predicted and measured.
+        bubble_shares: idle share of a step over all ranks, predicted and measured. The predicted
+            one is None if there is no estimate.
         seconds: seconds of a step, predicted and measured: its makespan, or its span if steps
             overlap. The prediction has its costs scaled by one factor, so that its passes take as
-            long as the measured ones.
+            long as the measured ones; None as above.
         overlap: whether steps overlap.
         slowest: the rank whose passes take longest, compared with the prediction for each rank.
         slower: share by which its passes take longer than the other ranks'.
@@ -114,8 +115,8 @@ class Metrics:
         allocated, reserved: the most bytes, and the rank that has them; None if not measured.
     """
 
-    bubble_shares: tuple[float, float]
-    seconds: tuple[float, float]
+    bubble_shares: tuple[float | None, float]
+    seconds: tuple[float | None, float]
     overlap: bool
     slowest: int
     slower: float
@@ -124,20 +125,16 @@ class Metrics:
     ratios: tuple[float, ...] = ()
     busy: tuple[float, ...] = ()
 
-    @property
-    def above_predicted(self) -> float:
-        """Measured bubble share of a step less the predicted bubble share."""
-        predicted, measured = self.bubble_shares
-        return measured - predicted
-
     def line(self, first: int, last: int) -> str:
         """Return one line of text with the metrics of the iterations from ``first`` to ``last``."""
         iterations = f"iteration {last}" if first == last else f"iterations {first} to {last}"
         (predicted_share, share), (predicted, seconds) = self.bubble_shares, self.seconds
         step = "span" if self.overlap else "makespan"
+        of_share = "no estimate" if predicted_share is None else f"predicted {predicted_share:.1%}"
+        of_step = "no estimate" if predicted is None else f"predicted {_seconds(predicted)}"
         words = [
-            f"{iterations}: bubble {share:.1%} of the {step} (predicted {predicted_share:.1%})",
-            f"step {_seconds(seconds)} (predicted {_seconds(predicted)})",
+            f"{iterations}: bubble {share:.1%} of the {step} ({of_share})",
+            f"step {_seconds(seconds)} ({of_step})",
             f"slowest rank {self.slowest}, its passes take {1 + self.slower:.2f} times the others'",
         ]
         if self.allocated is not None and self.reserved is not None:
@@ -161,11 +158,14 @@ class Metrics:
         return figures
 
 
-def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
+def metrics_of(
+    ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool, has_estimate: bool = True
+) -> Metrics | None:
     """Return the pipeline metrics of the steps whose sums ``ranks`` report.
 
     ``predicted`` is the predicted step. Return None if a rank has run no step. ``overlap`` says
-    whether a rank begins the next step before the others have ended this one.
+    whether a rank begins the next step before the others have ended this one. If not
+    ``has_estimate``, ``predicted`` has costs of another model, and only its order counts.
     """
     if not all(rank.steps for rank in ranks):
         return None
@@ -180,9 +180,10 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
     work = sum(busy) / len(busy)
     ratios = _ratios(busy, predicted)
     slowest = max(range(len(ratios)), key=ratios.__getitem__)
+    share, scaled = 1 - predicted.work / unscaled, unscaled * work / predicted.work
     return Metrics(
-        (1 - predicted.work / unscaled, 1 - work / seconds),
-        (unscaled * work / predicted.work, seconds),
+        (share if has_estimate else None, 1 - work / seconds),
+        (scaled if has_estimate else None, seconds),
         overlap,
         slowest,
         ratios[slowest] / statistics.median_low(ratios) - 1,
@@ -261,15 +262,17 @@ class Departure:
 
         ``metrics`` are those of these iterations.
         """
-        has_left = abs(metrics.above_predicted) > POINTS
+        predicted, measured = metrics.bubble_shares
+        if predicted is None:
+            return None
+        has_left = abs(measured - predicted) > POINTS
         self._iterations = self._iterations + iterations if has_left else 0
         if self._iterations < PATIENCE or self._has_told:
             return None
         self._has_told = True
-        predicted, measured = metrics.bubble_shares
         return (
             f"for {self._iterations} iterations the bubble has been more than {100 * POINTS:.0f} "
-            f"points {'above' if metrics.above_predicted > 0 else 'below'} what is predicted "
+            f"points {'above' if measured > predicted else 'below'} what is predicted "
             f"({measured:.1%}, predicted {predicted:.1%}): in the next launch write "
             f"--pipeline-trace traces --pipeline-trace-iters 10:12, and 'megatron-ext trace "
             f"traces' tells why"

@@ -34,7 +34,7 @@ _RANGES = {  # least and largest values of the numbers in a record
     "predicted_peak": (0.0, 1e18),
     "peak_microbatches": (0.0, 1e9),
 }
-_MAY_BE_UNKNOWN = ("peak", "predicted_peak")
+_MAY_BE_UNKNOWN = ("predicted_bubble", "peak", "predicted_peak")
 _KINDS: dict[type, str] = {dict: "table", list: "list", str: "text"}
 
 
@@ -43,14 +43,15 @@ class RaceFigures:
     """Measured bubble and peak memory of a schedule, and the predicted ones.
 
     Attributes:
-        bubble, predicted_bubble: idle share of the makespan, over the ranks of a pipeline.
+        bubble, predicted_bubble: idle share of the makespan, over the ranks of a pipeline; the
+            predicted one is None if there is no estimate.
         peak, predicted_peak: bytes that activations take on the rank with the most; None where
             that is unknown.
         peak_microbatches: the predicted peak of a rank.
     """
 
     bubble: float
-    predicted_bubble: float
+    predicted_bubble: float | None
     peak: float | None
     predicted_peak: float | None
     peak_microbatches: float

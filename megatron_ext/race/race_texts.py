@@ -60,6 +60,8 @@ def doubt_of_winner(race: Race, figures: Mapping[str, RaceFigures]) -> str | Non
         return None
     known = {"measured": baseline.bubble, "predicted": baseline.predicted_bubble}
     for origin, bubble in known.items():
+        if bubble is None:
+            continue
         possible = 1 / (1 - bubble) if bubble < 1 else math.inf
         if race.winner != race.baseline and ratio.median > possible:
             return (
@@ -77,10 +79,13 @@ def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
     """Return a line of the log: the measured and the predicted times of schedule ``spec``."""
     seconds = race.seconds(spec)
     took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
+    of_bubble = _predicted(figures)
+    if figures.predicted_bubble is not None:
+        of_bubble = f"predicted {of_bubble}"
     return (
-        f"race, {spec}: {took}bubble {figures.bubble:.1%} (predicted "
-        f"{figures.predicted_bubble:.1%}), peak {_bytes(figures.peak)} (predicted "
-        f"{_bytes(figures.predicted_peak)}, {counted(figures.peak_microbatches, 'microbatch')})"
+        f"race, {spec}: {took}bubble {figures.bubble:.1%} ({of_bubble}), peak "
+        f"{_bytes(figures.peak)} (predicted {_bytes(figures.predicted_peak)}, "
+        f"{counted(figures.peak_microbatches, 'microbatch')})"
     )
 
 
@@ -102,12 +107,18 @@ def table(
         "baseline": f"{race.baseline} ({contestants.order_of_baseline})",
         "schedule": best,
         "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
-        "bubble (predicted)": f"{best_figures.bubble:.1%} ({best_figures.predicted_bubble:.1%})",
+        "bubble (predicted)": f"{best_figures.bubble:.1%} ({_predicted(best_figures)})",
         "peak (predicted)": f"{_bytes(best_figures.peak)} ({_bytes(best_figures.predicted_peak)})",
     }
     return "\n".join(
         f"| {' | '.join(cells)} |" for cells in (columns, ["-"] * len(columns), columns.values())
     )
+
+
+def _predicted(figures: RaceFigures) -> str:
+    """Return the predicted bubble in words."""
+    bubble = figures.predicted_bubble
+    return "no estimate" if bubble is None else f"{bubble:.1%}"
 
 
 def _bytes(number: float | None) -> str:

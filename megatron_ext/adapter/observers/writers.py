@@ -13,14 +13,15 @@ from megatron_ext.adapter.training_globals import training_global
 def log_step(
     iteration: int,
     *,
-    bubble_shares: tuple[float, float],
-    seconds: tuple[float, float],
+    bubble_shares: tuple[float | None, float],
+    seconds: tuple[float | None, float],
     more: Mapping[str, float] | None = None,
 ) -> None:
     """Write a step's metrics to Megatron's TensorBoard and W&B writers, as far as they exist.
 
     Args:
         bubble_shares, seconds: the step's bubble share and duration, each as (predicted, measured).
+            A predicted one is None if there is no estimate.
         more: further metrics by name.
     """
     figures: dict[str, float] = {}
@@ -28,7 +29,9 @@ def log_step(
         ("pipeline/bubble share", bubble_shares),
         ("pipeline/step seconds", seconds),
     ):
-        figures |= {name: measured, f"{name}, predicted": predicted}
+        figures[name] = measured
+        if predicted is not None:
+            figures[f"{name}, predicted"] = predicted
     figures |= more or {}
     tensorboard = training_global("_GLOBAL_TENSORBOARD_WRITER")
     wandb = training_global("_GLOBAL_WANDB_WRITER")

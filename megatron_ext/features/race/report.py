@@ -24,10 +24,10 @@ def race_remarks(launch: JudgedLaunch) -> Iterator[LaunchRemark]:
     for spec, (program, *_) in launch.contenders.items():
         costs, schedule = program.problem.costs, program.schedule
         held = max(peaks(schedule, in_microbatches(schedule)))
-        text = (
-            f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as "
-            f"{race.baseline}, peak {counted(held, 'microbatch')}"
-        )
+        text = f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as"
+        if costs.no_estimate:
+            text = f"{spec} has no estimate of its speed relative to"
+        text += f" {race.baseline}, peak {counted(held, 'microbatch')}"
         if costs.held_bytes is not None:
             text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
         yield LaunchRemark("race", text)

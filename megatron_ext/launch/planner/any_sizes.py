@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.adapter.layout_arguments import PATTERN, PLACING
 from megatron_ext.base.words import argument_flag
 from megatron_ext.cost_model.assumptions import unchecked_parts
+from megatron_ext.cost_model.description import why_no_estimate
 from megatron_ext.launch.planner.command_line import command_with
 from megatron_ext.launch.planner.parsed_launch import (
     ASSUMED_TOKENS,
@@ -82,8 +83,13 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         on_loading,
     )
 
+    if (why := why_no_estimate(parsed.validated)) is not None:
+        raise ValueError(
+            f"--any-sizes estimates times with other parallel sizes, and there is no estimate: "
+            f"{why}; drop --any-sizes, and write --costs FILE with what --pipeline-costs profile "
+            f"or rehearse measured"
+        )
     _check(request, parsed)
-    parsed.require_costs()
     job = sized_job_of(request, parsed)
     launch = SizedLaunch(parsed, job)
     baseline_step = launch.baseline()

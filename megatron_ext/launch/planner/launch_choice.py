@@ -20,6 +20,7 @@ from megatron_ext.base.words import argument_flag, bytes_text, counted
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
+from megatron_ext.cost_model.description import why_no_estimate
 from megatron_ext.cost_model.gpus import FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import least_lasting
@@ -80,7 +81,7 @@ def choose_for(
         may_run_code: whether a tokenizer may run code of its own, if ``argv`` allows it.
 
     Raises:
-        ValueError: no schedule can run under these flags.
+        ValueError: no schedule can run under these flags, or there is no estimate to compare them.
     """
     args = megatron_arguments.parse_arguments(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
@@ -88,6 +89,13 @@ def choose_for(
             f"{flag('schedule')} {config.schedule} chooses a schedule for the arguments of the "
             "launch command, and --yaml-cfg and --use-checkpoint-args replace them: write the "
             "name of a schedule"
+        )
+    why = why_no_estimate(args)
+    if why is not None and config.costs.is_estimate:
+        raise ValueError(
+            f"{flag('schedule')} {config.schedule} compares times of schedules, and there is no "
+            f"estimate: {why}; write the name of a schedule, or {flag('costs')} FILE with what "
+            f"{flag('costs')} profile measured"
         )
     is_plan = config.schedule == PLAN
     given = not is_plan or says(argv, "vocab_parallel")

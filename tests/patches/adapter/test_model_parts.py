@@ -27,6 +27,7 @@ from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.config import CostsSource, PipelineConfig
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from tests.helpers.estimated import costs_of_model
@@ -181,6 +182,23 @@ def test_a_training_with_sparse_attention_is_told_of_no_estimate() -> None:
     assert text.endswith("--pipeline-costs profile measures them (of install: costs='profile')")
     plain = costs_of_model(CONFIG, line(2), [size(2), size(2)], 16, 1)
     assert costs.no_estimate and costs == replace(plain, no_estimate=costs.no_estimate)
+
+
+def test_given_costs_get_no_share_of_plain_attention() -> None:
+    """Given costs that do not say which share of a pass is attention got that of plain attention
+    for slices, also if the model has sparse attention, of which there is no estimate."""
+    sparse = replace(CONFIG)
+    sparse.experimental_attention_variant = "dsa"
+    times = "f=10,i=12,w=8,comm=1"
+
+    def costs_of(config: Any, text: str) -> Costs:
+        job = of_built(config, line(2), [size(2), size(2)], 16, 1, ranks=2, stride=1)
+        return job_costs(CostsSource(text), job, slices=2)
+
+    with pytest.raises(ValueError, match=r"no estimate: how long sparse .* add the share, as in"):
+        costs_of(sparse, times)
+    assert costs_of(sparse, f"{times},attention=0.3").slices.attention == (0.3, 0.3)
+    assert costs_of(CONFIG, times).slices.attention, "plain attention is estimated"
 
 
 def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:

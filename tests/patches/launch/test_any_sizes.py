@@ -65,6 +65,14 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
 }
+SPARSE: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "multi_latent_attention": True,
+    "disable_bias_linear": True,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+}
+OURS: dict[str, Any] = {"pipeline_schedule": "zb-v", "pipeline_costs": "f=1,i=1,w=1"}
 PAIRS = EXPERTS | {
     "overlap_moe_expert_parallel_comm": True,
     "num_virtual_stages_per_pipeline_rank": 2,
@@ -244,9 +252,13 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
+    """A command that --any-sizes cannot compare is refused with a fix. One with sparse attention
+    was told to write --costs, and with --costs to drop it."""
     for result, text in (
         (command(), "--gpu h100"),
         (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
+        (command("--gpu", "h100", **SPARSE), "drop --any-sizes, and write --costs FILE"),
+        (command("--gpu", "h100", **OURS, **SPARSE), "drop --any-sizes"),
         (command("--gpu", "h100", "--memory-limit", "10GiB"), "drop --memory-limit"),
         (command("--gpu", "h100", "--all"), "drop --all"),
         (command("--gpu", "h100", **PAIRS), "drop --overlap-moe"),

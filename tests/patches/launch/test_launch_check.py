@@ -33,6 +33,7 @@ from megatron_ext.launch.doctor.check import check_launch
 from megatron_ext.launch.doctor.environment import dataset_helpers
 from megatron_ext.launch.doctor.launch_report import Report, Severity
 from megatron_ext.launch.doctor.rank_variables import check_rank_variables
+from megatron_ext.launch.planner import launch_choice
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -43,6 +44,13 @@ FLAGS = {
     "num_layers": 8,
     "pipeline_schedule": "zb-v",
     "transformer_impl": "local",
+}
+SPARSE: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "multi_latent_attention": True,
+    "disable_bias_linear": True,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
 }
 
 
@@ -87,14 +95,7 @@ def test_a_right_command() -> None:
 def test_a_bubble_of_sparse_attention_has_no_estimate() -> None:
     """The bubble of a model with sparse attention was predicted as of plain attention, whose steps
     take a fifth to five times as long. Memory is still predicted."""
-    sparse: dict[str, Any] = {
-        "experimental_attention_variant": "dsa",
-        "multi_latent_attention": True,
-        "disable_bias_linear": True,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-    }
-    report = checked(**sparse)
+    report = checked(**SPARSE)
     prediction = report.prediction
     assert prediction is not None and prediction.bubble is None, told(report, Severity.WRONG)
     assert all((rank.activation_bytes or 0) > 0 for rank in prediction.ranks)
@@ -171,6 +172,35 @@ def test_a_race_is_predicted() -> None:
     assert "it takes up to 150 iterations, and the training has fewer; train longer" in remark
     wrong = checked(pipeline_schedule=None, pipeline_race="gpipe", pipeline_memory_limit="4")
     assert any("gpipe cannot race" in text for text in told(wrong, Severity.WRONG))
+
+
+def test_a_race_of_sparse_attention_is_not_predicted() -> None:
+    """A race of a model with sparse attention has no predicted gains. They were those of plain
+    attention."""
+    report = checked(**SPARSE, pipeline_schedule=None, pipeline_race="zb-h1")
+    (text,) = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
+    assert "zb-h1 has no estimate of its speed relative to 1f1b, peak 4 microbatches (" in text
+    assert "times as fast" not in text
+
+
+@pytest.mark.parametrize("schedule", ["plan", "auto"])
+def test_no_schedule_is_chosen_for_sparse_attention(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--pipeline-schedule plan and an auto that leaves schedules open refuse a model with sparse
+    attention without costs. They chose by times of plain attention, and told the gain."""
+    report = checked(**SPARSE, pipeline_schedule=schedule)
+    (text,) = told(report, Severity.WRONG)
+    assert f"--pipeline-schedule {schedule} compares times of schedules, and there is no" in text
+    assert "how long sparse attention (dsa) takes is not known" in text
+
+    def compare(*_: object) -> None:
+        raise ValueError("schedules would be compared")
+
+    monkeypatch.setattr(launch_choice, "_jobs", compare)
+    costs = "f=10,i=12,w=8,comm=1"
+    given = checked(**SPARSE, pipeline_schedule=schedule, pipeline_costs=costs)
+    assert any("would be compared" in text for text in told(given, Severity.WRONG))
 
 
 def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:

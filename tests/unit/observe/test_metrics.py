@@ -153,6 +153,22 @@ def test_the_line_of_an_interval() -> None:
     assert measured.figures()["pipeline/peak bytes reserved, rank"] == 1
 
 
+def test_metrics_without_an_estimate_predict_nothing() -> None:
+    """Metrics of a model with sparse attention, of which there is no estimate, stood next to the
+    bubble of plain attention as the predicted one, and a warning told of the difference."""
+    program = program_of("1f1b", 2, 4)
+    predicted = simulate(program, program.problem.costs)
+    ranks = told(program, [predicted])
+    known = metrics(ranks, predicted)
+    measured = metrics_of(ranks, predicted, overlap=False, has_estimate=False)
+    assert measured is not None
+    assert measured.bubble_shares == (None, known.bubble_shares[1])
+    assert measured.seconds == (None, known.seconds[1])
+    line = measured.line(1, 10)
+    assert line.count("(no estimate)") == 2 and "predicted" not in line
+    assert Departure().see(measured, PATIENCE) is None
+
+
 def test_memory_that_is_not_measured_is_omitted() -> None:
     program = program_of("1f1b", 2, 4)
     predicted = simulate(program, program.problem.costs)

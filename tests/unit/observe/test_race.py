@@ -282,6 +282,23 @@ def test_the_row_can_be_pasted() -> None:
     )
 
 
+def test_a_race_without_an_estimate_predicts_no_bubble(tmp_path: Path) -> None:
+    """A race of a model with sparse attention, of which there is no estimate, told the bubble of
+    plain attention as predicted. It tells that there is none, also after a restart."""
+    two = contestants(None, ["zb-h1"])
+    race = Race(two.baseline, two.candidates)
+    drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
+    figures = dict.fromkeys(("1f1b", "zb-h1"), RaceFigures(0.3, None, None, None, 4))
+    line = race_texts.figures_line("zb-h1", race, figures["zb-h1"])
+    assert line.startswith("race, zb-h1: iteration 800 ms, bubble 30.0% (no estimate), peak")
+    row = race_texts.table(race, two, {}, figures).splitlines()[-1]
+    assert "| 30.0% (no estimate) |" in row
+    assert race_texts.doubt_of_winner(race, figures) is None
+    record = RaceRecord({}, race.rounds, figures)
+    save_race_record(record, tmp_path / NAME)
+    assert load_race_record(tmp_path / NAME) == record
+
+
 @pytest.mark.parametrize(
     ("candidate", "measured", "predicted", "says"),
     [

@@ -10,6 +10,7 @@ before the next step, and the last rank reads them after it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from megatron_ext.base.logger import logger
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.features.metrics.adapter.pipelines import Pipelines
-from megatron_ext.observe.metrics import Departure, RankSums, metrics_of
+from megatron_ext.observe.metrics import Departure, Metrics, RankSums, metrics_of
 from megatron_ext.observe.slow_ranks import PipelineTimes, SlowRanks
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
@@ -147,7 +148,7 @@ class _Log:
         if not self._since:
             self._first, self._since = first, [RankSums()] * len(ranks)
         self._since = [sums + new for sums, new in zip(self._since, ranks, strict=True)]
-        metrics = metrics_of(ranks, self._predicted, overlap=self._overlap)
+        metrics = self._metrics_of(ranks)
         if metrics is not None and last % log_interval() == 0:
             log_step(
                 last,
@@ -160,7 +161,7 @@ class _Log:
 
     def _write_line(self, last: int) -> None:
         assert self._predicted is not None
-        metrics = metrics_of(self._since, self._predicted, overlap=self._overlap)
+        metrics = self._metrics_of(self._since)
         self._since = []
         if metrics is None:
             self._say_that_nothing_is_known(last)
@@ -173,6 +174,15 @@ class _Log:
         for warning in (self._departure.see(metrics, iterations), slow):
             if warning is not None:
                 logger.warning(warning)
+
+    def _metrics_of(self, ranks: Sequence[RankSums]) -> Metrics | None:
+        assert self._predicted is not None and self._program is not None
+        return metrics_of(
+            ranks,
+            self._predicted,
+            overlap=self._overlap,
+            has_estimate=not self._program.problem.costs.no_estimate,
+        )
 
     def _say_that_nothing_is_known(self, last: int) -> None:
         assert self._program is not None

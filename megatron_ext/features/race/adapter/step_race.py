@@ -403,7 +403,7 @@ def _beside_prediction(program: Program, bubble: float, peak: float) -> RaceFigu
     predicted = None if costs.held_bytes is None else max(peaks(schedule, in_bytes(costs)))
     return RaceFigures(
         bubble,
-        simulate(program, costs).bubble_share_makespan,
+        None if costs.no_estimate else simulate(program, costs).bubble_share_makespan,
         peak,
         predicted,
         max(peaks(schedule, in_microbatches(schedule))),
