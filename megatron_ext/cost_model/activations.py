@@ -282,14 +282,14 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
     """
     heads = model.num_attention_heads
     is_recomputed = "core_attn" in execution.recompute_modules
-    if execution.transformer_engine:
-        return 0, 0 if is_recomputed else 4 * heads
     looked_at = heads * execution.sequence
     # Elements of queries and keys that rotary embeddings rotate by cosines and sines of positions.
     turned = 0.0
-    if model.is_rotary:
+    if model.is_rotary and not execution.transformer_engine:
         width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
         turned = 4 * width / execution.micro_batch
+    if execution.has_fused_attention:
+        return turned, 0 if is_recomputed else 4 * heads
     if is_recomputed:
         return turned, 0
     if execution.attention_dropout:

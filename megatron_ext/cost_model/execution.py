@@ -51,6 +51,8 @@ class Execution:
         recompute_modules: parts of layers that are recomputed, by Megatron's names.
         transformer_engine: whether layers are Transformer Engine's, which never store the attention
             matrix.
+        local_flash_attention: whether Megatron's local layers have fused attention, as those of its
+            versions before the core library had with ``--use-flash-attn``.
         captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.
@@ -89,6 +91,7 @@ class Execution:
     recompute_num_layers: int = 0
     recompute_modules: frozenset[str] = frozenset()
     transformer_engine: bool = True
+    local_flash_attention: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     captured: frozenset[str] = frozenset()
@@ -131,6 +134,11 @@ class Execution:
         """Tokens of a microbatch that a rank has between layers, its share under sequence
         parallelism."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether attention never writes its matrix of scores."""
+        return self.transformer_engine or self.local_flash_attention
 
     @property
     def has_local_kernels(self) -> bool:

@@ -89,7 +89,8 @@ def _stage(row: Mapping[str, str]) -> PublishedStage:
         sequence,
         micro_batch=int(row["mbs"]),
         sequence_parallel=False,
-        transformer_engine=not has_matrix,
+        transformer_engine=False,
+        local_flash_attention=not has_matrix,
         hidden_dropout=dropout,
         attention_dropout=dropout,
     )

@@ -143,7 +143,7 @@ def _attention(
     )
     flops = 2 * tokens * attended * (query + output)
     size = tokens * (query + key + value + output) * execution.element_bytes
-    recomputed_flops = 2 * tokens * attended * query if execution.transformer_engine else 0.0
+    recomputed_flops = 2 * tokens * attended * query if execution.has_fused_attention else 0.0
     squared = squared_share(execution.sequence, window)
     matrix = _matrix_bytes(model, execution)
     # Both products of F write or read the matrix of scores, and so do the four products of I.
@@ -160,7 +160,7 @@ def _attention(
 
 def _matrix_bytes(model: Model, execution: Execution) -> float:
     """Return the bytes of attention's matrix of scores, which fused attention never writes."""
-    if execution.transformer_engine:
+    if execution.has_fused_attention:
         return 0.0
     heads = model.num_attention_heads / execution.tensor_parallel
     return heads * execution.tokens * execution.sequence * execution.element_bytes

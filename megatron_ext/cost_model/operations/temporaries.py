@@ -68,7 +68,7 @@ def _inside(part: str, model: Model, execution: Execution) -> float:
         elements += 2 * (query + keys + values)
         if is_pytorch and keys < query:
             elements += 2 * query
-        if not execution.transformer_engine and not is_pytorch:
+        if not execution.has_fused_attention and not is_pytorch:
             # Elements of the scores, and of their softmax.
             elements += 2 * model.num_attention_heads * execution.sequence
         return tokens / divides * (elements * size + query * _FP32)

@@ -130,6 +130,23 @@ def test_fused_attention_recomputes_its_scores() -> None:
     assert fused.seconds[F] == plain.seconds[F] and fused.seconds[W] == plain.seconds[W]
 
 
+def test_local_layers_with_flash_attention_write_no_scores() -> None:
+    """Megatron's local layers with flash attention have kernels of their own, and write no matrix
+    of scores. They could not be described: trainings with them were estimated as of Transformer
+    Engine's layers, whose passes are shorter."""
+    rates = GPUS["a100"].rates()
+    runs: tuple[dict[str, Any], ...] = ({}, {"local_flash_attention": True}, {"fused": True})
+    local, flash, engine = (
+        costs_of(rates=rates, hidden_dropout=0.0, attention_dropout=0.0, **run) for run in runs
+    )
+    for kind in (F, I):
+        assert engine.seconds[kind][1] < flash.seconds[kind][1] < local.seconds[kind][1]
+    assert engine.seconds[W] == flash.seconds[W] == local.seconds[W]
+    of_scores = 4 * TOKENS * 16 * (2 * TOKENS - 4)  # a figure a head in place of its scores
+    activations = [held(costs, Held.ACTIVATION)[1] for costs in (local, flash)]
+    assert activations[0] - activations[1] == of_scores
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
     """Unfused attention takes time for reading and writing its matrix of scores. GPT 175B without
