@@ -87,6 +87,7 @@ def state_of(args: Any) -> TrainingState:
         expert_data_parallel=max(args.world_size // of_experts // instances, 1),
         weight_bytes=weight,
         matrix_bytes=_matrix_bytes(args),
+        gathered_matrix_bytes=_gathered_matrix_bytes(args),
         gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
         optimizer_bytes=_optimizer_bytes(args),
         bucket=bucket if args.overlap_grad_reduce else 0,
@@ -113,6 +114,20 @@ def _matrix_bytes(args: Any) -> float | None:
     if quantized is None:
         return None
     return quantized if alone else args.params_dtype.itemsize + quantized
+
+
+def _gathered_matrix_bytes(args: Any) -> float | None:
+    """Return the bytes of an element of layers' matrices that data-parallel ranks gather.
+
+    None: those of any other weight. Only matrices that are stored quantised alone are gathered so:
+    by rows, in 8 or 4 bits, and each rank makes the form by columns itself. MXFP8's are gathered in
+    16 bits, in the buffer of gradients (`_ParamAndGradBuffer` in Megatron's
+    distributed/param_and_grad_buffer.py).
+    """
+    if getattr(args, "fp4", None):
+        return 1 / 2 if args.fp4_param_gather else None
+    gathers = args.fp8 and args.fp8_param_gather and args.fp8_recipe != "mxfp8"
+    return 1.0 if gathers else None
 
 
 def _optimizer_bytes(args: Any) -> float:

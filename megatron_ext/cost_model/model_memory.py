@@ -42,6 +42,8 @@ class ModelBytes:
             data-parallel ranks with the same experts have.
         temporary: bytes of temporary tensors in the largest pass.
         context: bytes that no tensor takes (`context_bytes`).
+        gathered, expert_gathered: bytes of the trained weights in the form in which data-parallel
+            ranks gather them after the optimizer, and the part of experts.
     """
 
     weights: float
@@ -51,6 +53,8 @@ class ModelBytes:
     expert_gradients: float = 0.0
     temporary: float = 0.0
     context: float = 0.0
+    gathered: float = 0.0
+    expert_gathered: float = 0.0
 
     @property
     def stored(self) -> float:
@@ -79,6 +83,8 @@ class TrainingState:
         expert_data_parallel: number of ranks that share the states of experts.
         weight_bytes: bytes of a parameter in the model.
         matrix_bytes: bytes of an element of layers' matrices if they differ, as in 8 bits.
+        gathered_matrix_bytes: bytes of an element of layers' matrices as data-parallel ranks gather
+            them; None: as of any other parameter.
         gradient_bytes: bytes of one gradient.
         optimizer_bytes: bytes of a parameter's states: a master copy and two moments in fp32.
         bucket: number of elements after which a bucket of gradients ends, on the first stage, if
@@ -91,10 +97,17 @@ class TrainingState:
     expert_data_parallel: int = 1
     weight_bytes: float = 2
     matrix_bytes: float | None = None
+    gathered_matrix_bytes: float | None = None
     gradient_bytes: int = _FP32
     optimizer_bytes: float = 3 * _FP32
     bucket: int = 0
     large_buckets: bool = False
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of an element of a bucket of layers' matrices, as the ranks gather it."""
+        alone = self.gathered_matrix_bytes
+        return self.weight_bytes if alone is None else alone
 
 
 # Megatron's sizes of a gradient bucket in elements: the least size, and the size per data-parallel
@@ -193,8 +206,19 @@ def bytes_of_chunk(
         more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
         weights = in_buffer * state.weight_bytes + matrices * more
         gradients = in_buffer * state.gradient_bytes
-        of_group = (weights, gradients) if of_experts else (0.0, 0.0)
-        parts.append(ModelBytes(weights, gradients, shared * state.optimizer_bytes, *of_group))
+        less = matrices * (state.weight_bytes - state.gathered_bytes)
+        gathered = in_buffer * state.weight_bytes - less
+        parts.append(
+            ModelBytes(
+                weights,
+                gradients,
+                shared * state.optimizer_bytes,
+                expert_weights=weights * of_experts,
+                expert_gradients=gradients * of_experts,
+                gathered=gathered,
+                expert_gathered=gathered * of_experts,
+            )
+        )
     return _summed(parts)
 
 

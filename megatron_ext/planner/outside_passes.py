@@ -61,8 +61,8 @@ def seconds_outside_passes(
         passes: the rank's passes of one microbatch; None: nothing overlaps with them.
     """
     moved = 2 * model.gradients + 2 * model.optimizer + model.weights
-    dense = model.weights - model.expert_weights, model.gradients - model.expert_gradients
-    experts = model.expert_weights, model.expert_gradients
+    dense = model.gathered - model.expert_gathered, model.gradients - model.expert_gradients
+    experts = model.expert_gathered, model.expert_gradients
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     each_dense = seconds_of_a_byte(
         state.data_parallel, execution.tensor_parallel, rates, execution.framework
@@ -86,19 +86,19 @@ def seconds_outside_passes(
     # An all-reduce sends the bytes twice, once to sum and once to distribute.
     if not state.distributed:
         return seconds + max(2 * reduction - passes.backward, 0.0)
-    gather = overlappable(dense[0], experts[0], state.weight_bytes)
+    gather = overlappable(dense[0], experts[0], state.gathered_bytes)
     return seconds + max(reduction - passes.backward, 0.0) + max(gather - passes.forward, 0.0)
 
 
 def _exposed_bytes(
-    weights: float, gradients: float, state: TrainingState, framework: Framework
+    gathered: float, gradients: float, state: TrainingState, framework: Framework
 ) -> float:
     # Plain PyTorch sums all gradients in fp32 after the passes, and gathers weights.
     if framework is Framework.PYTORCH:
-        return 2 * gradients * _FP32 / state.gradient_bytes + weights * state.distributed
+        return 2 * gradients * _FP32 / state.gradient_bytes + gathered * state.distributed
     # An all-reduce of gradients sends their bytes twice.
-    exposed = gradients + (weights if state.distributed else gradients)
+    exposed = gradients + (gathered if state.distributed else gradients)
     if state.bucket:
-        of_bucket = state.bucket * (state.gradient_bytes + state.weight_bytes)
+        of_bucket = state.bucket * (state.gradient_bytes + state.gathered_bytes)
         exposed = min(exposed, of_bucket)
     return exposed

@@ -72,6 +72,17 @@ PRECISIONS: dict[str, tuple[str, Flags]] = {
         },
     ),
     "nvfp4": ("nvfp4", {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}),
+    "nvfp4, gathered": (
+        "nvfp4",
+        {
+            "fp4_format": "e2m1",
+            "fp4_recipe": "nvfp4",
+            "fp4_param_gather": True,
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
 }
 
 SAVED_AT = 2
@@ -83,6 +94,7 @@ GATHERED: dict[str, Flags] = {
         "fp8_param_gather": True,
         "reuse_grad_buf_for_mxfp8_param_ag": True,
     },
+    "nvfp4, gathered": {"precision": "nvfp4", "fp4_param_gather": True},
 }
 
 

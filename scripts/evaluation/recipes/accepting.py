@@ -89,10 +89,12 @@ _DEFAULTS: Mapping[str, Value] = {
 
 # Settings that pretrain_gpt.py's validation refuses but Megatron-Bridge, which does not validate,
 # accepts: Transformer Engine's cross entropy, parameters gathered during the step with any
-# checkpoint, and Bridge's own packed data sets. They are set after the validation, so that the
-# refusals of megatron_ext see them.
+# checkpoint, Bridge's own packed data sets, and matrices stored in 8 or 4 bits alone without the
+# distributed optimizer. They are set after the validation, so that the refusals of megatron_ext see
+# them.
 _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
+    *("fp8_param_gather", "fp4_param_gather"),
 )
 
 # Settings for which Megatron looks for a GPU or for kernels, and which are dropped.

@@ -60,6 +60,16 @@ _MIXED_PRECISIONS = {
     "bf16_with_nvfp4_mixed": "nvfp4",
     "nemotron_3_super_bf16_with_nvfp4_mixed": "nvfp4",
 }
+# Settings of those mixed precisions that store layers' matrices quantised alone, by the precision
+# or by the name if it differs from others of its precision. They are those of
+# src/megatron/bridge/training/mixed_precision.py in NVIDIA-NeMo/Megatron-Bridge@067f987.
+_OF_MIXED_PRECISIONS: Mapping[str, Settings] = {
+    "fp8_delayed": {"fp8_param_gather": True},
+    "fp8_cs": {"fp8_param_gather": True},
+    "fp8_mx": {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
+    "nanov2_bf16_with_fp8_current_scaling_mixed": {"fp8_param_gather": True},
+    "nvfp4": {"fp4_param_gather": True},
+}
 _FP8_RECIPES = {  # names of FP8 recipes, with Megatron's names
     "delayed": "fp8_delayed",
     "tensorwise": "fp8_cs",
@@ -194,6 +204,7 @@ def resolve(
     """
     settings = _by_name(flat(raw), others or {})
     mixed = settings.pop("mixed_precision", None)
+    mixed = None if mixed is None else str(mixed).replace("-", "_")
     model, dimensions = _model_of(name, settings, models)
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
@@ -203,7 +214,11 @@ def resolve(
         settings.setdefault("peft", "lora")
     if "vision" in dimensions:
         settings["vision"] = True
-    settings["precision"] = _precision(name, mixed, settings)
+    is_mixed = not any(settings.get(field) for field in ("fp8", "fp4"))
+    settings["precision"] = precision = _precision(name, mixed, settings)
+    if is_mixed:
+        alike = _OF_MIXED_PRECISIONS.get(precision, {})
+        settings = {**_OF_MIXED_PRECISIONS.get(mixed or precision, alike), **settings}
     settings.setdefault("grad_reduce_in_fp32", mixed in _MIXED_PRECISIONS)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
@@ -363,12 +378,10 @@ def _models_of_recipes() -> dict[str, str]:
 _OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
 
 
-def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
+def _precision(name: str, mixed: str | None, settings: dict[str, Value]) -> str:
     fields = {field: settings.pop(field, None) for field in _OF_PRECISION}
-    if mixed is not None:
-        mixed = str(mixed).replace("-", "_")
-        if mixed not in _MIXED_PRECISIONS:
-            raise ValueError(f"the recipe's setting mixed_precision={mixed!r} is unknown")
+    if mixed is not None and mixed not in _MIXED_PRECISIONS:
+        raise ValueError(f"the recipe's setting mixed_precision={mixed!r} is unknown")
     if fields["fp4"]:
         return "nvfp4"
     if fields["fp8"]:

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training.training import num_floating_point_operations
 
 from megatron_ext.adapter.dimensions import execution, hidden_in_pairs
+from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe, layers_of
@@ -68,6 +70,27 @@ def test_tensor_and_context_parallel_ranks_have_one_queue_wherever_they_are_plan
     assert [has_one_queue(*sizes) for sizes in ((1, 1), (2, 1), (1, 2))] == [False, True, True]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert has_one_queue(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored", "gathered"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 4.0, None),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}, 2.0, 1.0),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}, 2.0625, None),
+        ({"fp4": "e2m1", "fp4_param_gather": True}, 1.125, 0.5),
+    ],
+)
+def test_matrices_are_gathered_as_megatron_does(
+    settings: dict[str, Any], stored: float, gathered: float | None
+) -> None:
+    """Matrices in FP8 alone are gathered by rows, a byte for each element, and MXFP8's in 16 bits.
+    All that is stored was counted as gathered, also the form by columns, which each rank makes."""
+    args = megatron_arguments.parse_arguments(model_flags()).args
+    of_validation = {"params_dtype": torch.bfloat16, "data_parallel_size": 2, "world_size": 4}
+    vars(args).update(of_validation | settings)
+    state = state_of(args)
+    assert (state.matrix_bytes, state.gathered_matrix_bytes) == (stored, gathered)
 
 
 @pytest.mark.parametrize(

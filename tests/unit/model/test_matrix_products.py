@@ -18,7 +18,7 @@ from megatron_ext.cost_model.messages.collective_seconds import (
     ring_latency,
 )
 from megatron_ext.cost_model.model import Model, stages_of
-from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_chunk
 from megatron_ext.cost_model.operations.ends import output_layer
 from megatron_ext.cost_model.operations.matrix_products import MatrixProduct, TensorCores
 from megatron_ext.cost_model.operations.mlp import mlp
@@ -174,7 +174,7 @@ def test_plain_pytorch_sums_gradients_in_fp32() -> None:
     """Plain PyTorch (the code "Scaling") all-reduces whole gradients in fp32, 8 bytes a parameter
     around a ring, and gathers weights of 2 bytes. Megatron's distributed optimizer scatters and
     gathers 2 bytes each."""
-    model = ModelBytes(weights=2e9, gradients=2e9, optimizer=0.0)
+    model = ModelBytes(weights=2e9, gradients=2e9, optimizer=0.0, gathered=2e9)
     state = TrainingState(distributed=True, data_parallel=16, gradient_bytes=2)
     rates = replace(A100, memory=math.inf)
     plain, megatron = (
@@ -250,3 +250,25 @@ def test_temporary_tensors_of_the_loss() -> None:
     assert fused == 4096 * 1024 * (2 * (1 + 6) + 4 + 2 * 2), "of the layer"
     parts = temporary_bytes(model, stage, run, loss_share=1 / 4)
     assert parts == logits * 2 / 4, "of a vocabulary that is partitioned over four ranks"
+
+
+def test_weights_are_gathered_in_the_form_that_crosses_the_network() -> None:
+    """Data-parallel ranks gather each trained weight once, in the form that crosses the network.
+    The bytes of all stored forms were counted as gathered: 4 of a matrix's element in FP8, where 2
+    are, or 1 if FP8 is stored alone; and those of frozen weights, which nothing gathers."""
+    width = 64
+    model = Model(("*-",), width, 4, 4, 16, ffn_hidden_size=4 * width, vocabulary=0)
+    run = Execution(128)
+    (stage,) = stages_of(model, [1])
+    beside = TrainingState(distributed=True, matrix_bytes=4)
+    alone = replace(beside, matrix_bytes=2, gathered_matrix_bytes=1)
+
+    def gathered(model: Model, state: TrainingState) -> float:
+        made = bytes_of_chunk(model, stage, run, state, tables=0, bucket=0)
+        assert made.weights > 0
+        return made.gathered
+
+    matrices = 12 * width**2
+    less = gathered(model, beside) - gathered(model, alone)
+    assert less == matrices and 2 * matrices < gathered(model, beside) < 2.2 * matrices
+    assert gathered(replace(model, is_frozen=True), beside) == 0

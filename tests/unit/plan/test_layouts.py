@@ -423,7 +423,15 @@ def test_reductions_are_those_of_each_ones_group() -> None:
     """The time of gradient reductions uses the group of each parameter. Experts' gradients were
     counted as reduced among all 32 data-parallel ranks, not among the four with the same
     experts."""
-    model = ModelBytes(3e9, 6e9, 2e9, expert_weights=2e9, expert_gradients=4e9)
+    model = ModelBytes(
+        3e9,
+        6e9,
+        2e9,
+        expert_weights=2e9,
+        expert_gradients=4e9,
+        gathered=3e9,
+        expert_gathered=2e9,
+    )
     state = TrainingState(distributed=True, data_parallel=32, expert_data_parallel=4)
     execution = replace(GPT.execution(), expert_parallel=8)
     rates = GPUS["h100"].rates()

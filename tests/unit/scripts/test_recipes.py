@@ -248,6 +248,34 @@ def test_some_switches_need_others(settings: dict[str, Any], is_on: bool) -> Non
     assert bool(recipe.settings.get("tp_comm_overlap")) == is_on
 
 
+@pytest.mark.parametrize(
+    ("name", "fp8", "fp4"),
+    [
+        ("perf_recipes.llama.gb300.llama3:llama3_70b_sft_32gpu_gb300_fp8cs_config", True, None),
+        ("perf_recipes.llama.gb300.llama3:llama3_70b_sft_32gpu_gb300_fp8mx_config", True, None),
+        ("perf_recipes.kimi.gb200.kimi_k2:kimi_k2_pretrain_256gpu_gb200_fp8mx_config", False, None),
+        ("perf_recipes.llama.h100.llama3:llama3_70b_sft_32gpu_h100_fp8sc_config", None, None),
+        ("perf_recipes.llama.h100.llama3:llama3_70b_sft_32gpu_h100_fp8ds_config", True, None),
+        (
+            "perf_recipes.llama.gb300.llama3:llama3_70b_pretrain_64gpu_gb300_nvfp4_config",
+            None,
+            True,
+        ),
+        (DEEPSEEK, None, None),
+    ],
+)
+def test_matrices_are_stored_as_the_mixed_precision_says(
+    name: str, fp8: bool | None, fp4: bool | None
+) -> None:
+    """Megatron-Bridge's mixed precisions in FP8 and NVFP4 store layers' matrices quantised alone,
+    unless a recipe says otherwise. All recipes were planned with 16-bit matrices besides."""
+    raw = ALL.get(name, ALL[LLAMA])
+    settings = resolve(name, raw, MODELS).settings
+    assert (settings.get("fp8_param_gather"), settings.get("fp4_param_gather")) == (fp8, fp4)
+    given = resolve(name, {**raw, "model.fp8": "e4m3", "model.fp8_recipe": "mxfp8"}, MODELS)
+    assert given.settings.get("fp8_param_gather") in (None, False), "no mixed precision is named"
+
+
 def test_layouts_are_written_out() -> None:
     assert expanded("Et*2|(t*2|)*2,tL") == "Ett|tt|tt|tL"
     assert expanded("Et|(tt|)*30mL") == "Et|" + "tt|" * 30 + "mL"
