@@ -9,6 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -80,6 +85,13 @@ def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]
     return loss, {"loss": loss.item()}
 
 
+def wrapped(chunk: Any, overlap: bool = False) -> DistributedDataParallel:
+    """Return ``chunk`` in Megatron's data-parallel wrapper, which adds to ``main_grad``."""
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(chunk.config, settings, chunk)
+
+
 def whole_step(
     build: Callable[[], Chunks],
     names: Callable[[Any], Iterator[tuple[str, torch.nn.Parameter]]],
@@ -88,24 +100,30 @@ def whole_step(
     chunks: int | None = None,
     context_parallel: int = 1,
     tensor_parallel: int = 1,
+    replicas: int = 1,
     **call: Any,
 ) -> tuple[list[Any], Gradients]:
     """Run one step on all ranks, as one pipeline or as ``context_parallel`` times
-    ``tensor_parallel`` pipelines, and return the losses and gradients of all ranks.
+    ``tensor_parallel`` times ``replicas`` pipelines, and return the losses and gradients of all
+    ranks.
 
     ``names`` yields the parameters of a chunk with their names in the whole model. ``data`` returns
-    the microbatches. ``chunks`` is the number of virtual stages for Megatron's own schedule.
-    ``call`` are more arguments of the schedule.
+    the microbatches; of several replicas, each of which has Megatron's data-parallel wrapper, a
+    list for each. ``chunks`` is the number of virtual stages for Megatron's own schedule. ``call``
+    are more arguments of the schedule.
     """
+    pipelines = context_parallel * tensor_parallel * replicas
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=dist.get_world_size() // context_parallel // tensor_parallel,
+        pipeline_model_parallel_size=dist.get_world_size() // pipelines,
         virtual_pipeline_model_parallel_size=chunks,
         context_parallel_size=context_parallel,
     )
     model_parallel_cuda_manual_seed(0)
-    model = build()
-    microbatches = data()
+    model, microbatches = build(), data()
+    if replicas > 1:
+        model = [wrapped(chunk) for chunk in model]
+        microbatches = microbatches[parallel_state.get_data_parallel_rank()]
     losses = schedules.get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in model],
@@ -113,11 +131,12 @@ def whole_step(
         num_microbatches=len(microbatches),
         **{"forward_only": False, **call},
     )
+    gradient_of = "main_grad" if replicas > 1 else "grad"
     own = {
-        name: parameter.grad
+        name: gradient
         for chunk in model
-        for name, parameter in names(chunk)
-        if parameter.grad is not None
+        for name, parameter in names(chunk.module if replicas > 1 else chunk)
+        if (gradient := getattr(parameter, gradient_of)) is not None
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, own))

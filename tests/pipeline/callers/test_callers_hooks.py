@@ -14,11 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from torch import Tensor
 from torch.nn.modules import module as global_hooks
 
@@ -32,7 +27,13 @@ from megatron_ext.features.split_report.adapter import split_report
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue
-from tests.helpers.callers import assert_same, forward_step, named_parameters, whole_step
+from tests.helpers.callers import (
+    assert_same,
+    forward_step,
+    named_parameters,
+    whole_step,
+    wrapped,
+)
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.callers.test_code_of_callers import (
     BATCH,
@@ -90,13 +91,6 @@ KINDS: dict[str, tuple[Callable[[Any, Hook], Handle], set[str]]] = {
         {"self_attention.linear_qkv", "self_attention.linear_proj"},
     ),
 }
-
-
-def wrapped(chunk: Any, overlap: bool) -> DistributedDataParallel:
-    """Return ``chunk`` in Megatron's data-parallel wrapper, which adds to ``main_grad``."""
-    chunk.config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(chunk.config, settings, chunk)
 
 
 def split_weights(chunks: list[Any], **more: Any) -> set[str]:

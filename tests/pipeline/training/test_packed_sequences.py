@@ -321,15 +321,24 @@ def names(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield f"{name} {dist.get_rank()}" if is_divided(name, parameter) else name, parameter
 
 
-def step(lengths: list[list[int]], depths: int | None = None) -> tuple[list[Any], Gradients]:
-    """Run one step on batches of sequences of ``lengths``, and return losses and gradients."""
-    varies = len(set(map(sum, lengths))) > 1
+def step(
+    lengths: list[list[int]], depths: int | None = None, replicas: int = 1
+) -> tuple[list[Any], Gradients]:
+    """Run one step on batches of sequences of ``lengths``, which ``replicas`` deal among them, and
+    return losses and gradients."""
+    rows = set(map(sum, lengths))
+
+    def data() -> list[Any]:
+        made = batches(lengths)
+        return made if replicas == 1 else [made[number::replicas] for number in range(replicas)]
+
     return whole_step(
-        partial(chunks_of, depths, varies),
+        partial(chunks_of, depths, len(rows) > 1),
         names,
         forward_step,
-        partial(batches, lengths),
-        seq_length=1 if varies else LONGEST,  # verl passes a length of 1 if lengths vary
+        data,
+        replicas=replicas,
+        seq_length=rows.pop() if len(rows) == 1 else 1,  # verl passes 1 if lengths vary
         micro_batch_size=1,
     )
 
