@@ -40,7 +40,7 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.callers import assert_same as assert_same_step
-from tests.helpers.combinations import at_night, nightly
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name, say_there_is_no_fp8
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import (
@@ -415,6 +415,8 @@ def run_on(ranks: int, model: str, **more: object) -> list[Run]:
         "pipeline_model_parallel_size": 2,
         "untie_embeddings_and_output_weights": True,
         "position_embedding_type": "rope",
+        # by day two for each pipeline rank, as trainings of other tests have
+        "global_batch_size": 8 if IS_NIGHT else 4,
         "train_iters": 3,
         "eval_iters": 1,
         "eval_interval": 2,
