@@ -153,15 +153,8 @@ def _print(made: JobPlan, show_all: bool) -> None:
         typer.echo(text)
     if show_all:
         print_tables(made)
-    elif made.verdict.taken is None and not _has_one_rank(made):
+    elif made.verdict.taken is None and made.has_pipeline:
         print_refusals(made.plan)
-
-
-def _has_one_rank(made: JobPlan) -> bool:
-    """Return whether the plan has no schedule because the launch has one pipeline rank."""
-    from megatron_ext.launch.planner.parsed_launch import ONE_RANK
-
-    return ONE_RANK in made.remarks
 
 
 def _echo(made: JobPlan | SizesPlan) -> None:

@@ -50,6 +50,7 @@ class PlannedJob(ABC):
     Attributes:
         text: the job in words, with the schedule that it has.
         free: memory that a rank may take; None: not known.
+        has_pipeline: whether there is more than one pipeline rank, so that schedules differ.
         is_estimate: whether times are seconds that were estimated.
         in_seconds: whether times are seconds, estimated or measured.
         batch: size of the batch of a step; None: not known.
@@ -62,6 +63,7 @@ class PlannedJob(ABC):
 
     text: str = ""
     free: FreeMemory | None = None
+    has_pipeline: bool = True
     is_estimate: bool = True
     in_seconds: bool = True
     batch: BatchSize | None = None
@@ -160,6 +162,7 @@ class JobPlan:
         unequal: gains of arranged microbatches; None if no lengths were given, or nothing fits.
         curves: for the picture; None if none was requested.
         nothing_fits: error message if nothing fits.
+        has_pipeline: whether there is more than one pipeline rank, so that schedules differ.
         is_short: whether not all alternatives were compared, since the time of the plan was over.
         unfinished: kinds of alternatives that were not compared to their end because of that.
         assumed: assumptions about the job that the recommendation depends on; "" if there are none.
@@ -183,6 +186,7 @@ class JobPlan:
     unequal: UnequalGains | None = None
     curves: Curves | None = field(default=None, repr=False)
     nothing_fits: str = field(default="", repr=False)
+    has_pipeline: bool = field(default=True, repr=False)
     is_short: bool = False
     unfinished: tuple[str, ...] = ()
     assumed: str = ""
@@ -240,6 +244,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         remarks=remarks,
         fallbacks=job.fallbacks(others) if taken is None else (),
         nothing_fits=job.nothing_fits,
+        has_pipeline=job.has_pipeline,
         why_not=job.why_not(plan) if baseline is None else "",
         free=job.free,
         is_estimate=job.is_estimate,

@@ -76,6 +76,7 @@ def launch_job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
         parsed=parsed,
         text=f"{parsed.facts}, under {parsed.variants.launch_schedule}",
         free=parsed.free,
+        has_pipeline=parsed.has_pipeline,
         is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
         in_seconds=parsed.variants.config.costs.in_seconds,
         batch=_batch(parsed),

@@ -130,6 +130,11 @@ class ParsedLaunch:
         return None if self.free is None else self.free.allocated
 
     @property
+    def has_pipeline(self) -> bool:
+        """Whether there is more than one pipeline rank, so that schedules differ."""
+        return bool(self.validated.pipeline_model_parallel_size > 1)
+
+    @property
     def facts(self) -> str:
         """Model, ranks and microbatches of the launch, in words."""
         return _facts(self.validated, self.variants.world_size)
