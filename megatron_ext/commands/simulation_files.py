@@ -75,7 +75,9 @@ class SimulationFiles:
         if self.plot is not None:
             drawn = _differing(reference, program)
             runs_of_steps = [_steps(one, steps) for one in drawn]
-            draw_steps(runs_of_steps, self.plot, [one.problem.costs for one in drawn])
+            costs = [one.problem.costs for one in drawn]
+            titles = [title_of(one.schedule.name, one.problem.options) for one in drawn]
+            draw_steps(runs_of_steps, self.plot, costs, titles)
         if self.page is not None:
             runs = _runs(resolved, reference, program, steps)
             ranks, microbatches = problem.ranks, problem.microbatches

@@ -54,7 +54,10 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def draw_steps(
-    runs: Sequence[Sequence[Timeline]], path: Path, costs: Sequence[Costs] | None = None
+    runs: Sequence[Sequence[Timeline]],
+    path: Path,
+    costs: Sequence[Costs] | None = None,
+    titles: Sequence[str] | None = None,
 ) -> None:
     """Draw runs of one or more consecutive steps each, as `draw` does.
 
@@ -63,7 +66,9 @@ def draw_steps(
 
     Args:
         costs: costs of each run; if they have bytes, memory is drawn in GiB.
+        titles: title of each run; None: the names of the schedules.
     """
+    titles = [run[0].schedule.name for run in runs] if titles is None else titles
     heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
     figure = new_figure(path, width=WIDTH, height=sum(heights) + 1.1)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -71,7 +76,7 @@ def draw_steps(
     readable = LABEL / (72 * WIDTH) * longest
     for index, run in enumerate(runs):
         measure = _measure(run[0].schedule, None if costs is None else costs[index])
-        _draw_passes(axes[2 * index], run, readable, measure)
+        _draw_passes(axes[2 * index], run, readable, measure, titles[index])
         _draw_memory(axes[2 * index + 1], run, measure)
     axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("time")
@@ -131,8 +136,10 @@ def _length(run: Sequence[Timeline]) -> float:
     return max(row[-1].end for row in run[-1].compute if row) - run[0].start
 
 
-def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure) -> None:
-    """Draw the passes of a run as boxes, those of one kind as one shape.
+def _draw_passes(
+    axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure, title: str
+) -> None:
+    """Draw the passes of a run as boxes, those of one kind as one shape, below ``title``.
 
     ``readable`` is the length of a box, in time, that a digit needs.
     """
@@ -185,10 +192,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     if len(run) > 1:
         interval = (_length(run) - _length(run[:1])) / (len(run) - 1)
         figure = f"{len(run)} steps, one every {interval:.4g}"
-        if any(event.action.kind is Kind.STEP for event in run[0].events):
-            figure = f"post-validation, {figure}"
     peak = measure.text(max(max(measure.curve(row)) for row in schedule.rows))
-    axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
+    axes.set_title(f"{title}: {figure}, peak {peak}", loc="left", fontsize=10)
 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
@@ -203,11 +208,6 @@ def _places_in_pairs(timeline: Timeline) -> dict[Action, PassBox]:
         places[forward] = rank - quarter, quarter, start, end
         places[backward] = rank + quarter, quarter, start, end
     return places
-
-
-def _named(schedule: Schedule) -> str:
-    slices = schedule.arrays.slices
-    return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[PassBox], **look: Any) -> None:

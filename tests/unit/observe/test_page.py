@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +323,55 @@ def test_files_that_cannot_be_written_are_refused(name: str, tmp_path: Path) -> 
 
 def test_the_scripts_are_all_there() -> None:
     assert {path.name for path in BROWSER.iterdir()} == {*SCRIPTS, "page.html", "page.css"}
+
+
+_LABELS = """
+const canvas = { clientWidth: WIDTH };
+globalThis.redraw = () => {};
+runs.forEach((run) => (run.canvas = canvas));
+look.fills = look.texts = page.kinds.map(() => "#000000");
+const rowsOfLabels = runs.flatMap((run) => rows(run).places
+  .filter(({ track }) => track.group === "passes")
+  .map((place) => {
+    const labels = [];
+    const pen = new Proxy({}, {
+      get: (_, name) => (text) => name === "fillText" && labels.push(text),
+      set: () => true,
+    });
+    drawTrack(pen, run, place);
+    return labels;
+  }));
+console.log(JSON.stringify(rowsOfLabels));
+"""
+
+
+def labels_of(page: Page, width: int, folder: Path) -> list[list[str]]:
+    """Return the labels that the page's scripts write on each row of passes in a window of
+    ``width`` pixels."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no browser here: nor node, which runs the page's scripts")
+    data = json.dumps({"textContent": json.dumps(data_of(page))})
+    scripts = [(BROWSER / name).read_text() for name in ("data.js", "view.js", "passes.js")]
+    path = folder / "labels.mjs"
+    document = f"globalThis.document = {{ getElementById: () => ({data}) }};"
+    path.write_text("\n".join([document, *scripts, _LABELS.replace("WIDTH", str(width))]))
+    ended = subprocess.run([node, path], capture_output=True, text=True, check=True)
+    told: list[list[str]] = json.loads(ended.stdout)
+    return told
+
+
+def test_labels_of_a_row_have_one_form(tmp_path: Path) -> None:
+    """Each row of a page names its passes in full, such as 2F1, or numbers their microbatches. Long
+    passes had names and short ones in the same row numbers, so that 10 next to 2F1 was ambiguous.
+    """
+    run = simulated_run("1f1b", program_of("1f1b", 4, 12))
+    forms = set()
+    for width in range(300, 2400, 50):
+        for labels in labels_of(page_of(run), width, tmp_path):
+            forms |= (named := {not label.isdigit() for label in labels})
+            assert len(named) <= 1, (width, labels)
+    assert forms == {True, False}
 
 
 def run_of(*words: str, code: int = 0) -> str:

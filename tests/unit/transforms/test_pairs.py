@@ -6,6 +6,7 @@ overlapped passes.
 """
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +54,7 @@ from megatron_ext.schedule.slices import Slices
 from megatron_ext.viz.draw import draw
 from megatron_ext.viz.page.run import of_passes, simulated_run
 from tests.helpers.combinations import at_night, nightly
+from tests.helpers.pages import data_in
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 
 KEEPING = [
@@ -476,8 +478,13 @@ def run(*args: str) -> str:
 def test_commands(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
     asked = ("dualpipe-v", "--pp", "2", "-m", "8", OVERLAP, "--costs", COSTS)
-    told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
+    svg, page = tmp_path / "x.svg", tmp_path / "x.html"
+    told = run("simulate", *asked, "--csv", str(csv), "--plot", str(svg), "--html", str(page))
     assert "pairs of passes" in told
+    # Both timelines of a picture were called dualpipe-v, whether its passes ran in pairs or not.
+    titles = re.findall(r"(dualpipe-v.*): bubble", svg.read_text())
+    assert [run["title"] for run in data_in(page.read_text())["runs"]] == titles
+    assert titles == ["dualpipe-v", "dualpipe-v, pairing of passes"]
     assert "of 32" in told
     data = json.loads(run("simulate", *asked, "--json"))
     assert f"{data['pairs']} of 32" in told

@@ -492,7 +492,8 @@ def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
     tracks = {(e["pid"], e["tid"]) for e in passes}
     assert all((mark["pid"], mark["tid"]) in tracks for mark in marks)
     svg = picture.read_text()
-    assert svg.count("zb-2p: ") == 2 and "one every 256" in svg and "one every 273" in svg
+    assert "zb-2p: 2 steps, one every 273" in svg
+    assert "zb-2p, post-validation: 2 steps, one every 256" in svg
 
 
 def test_simulate_says_what_cannot_overlap() -> None:

@@ -103,12 +103,13 @@ function drawTrack(pen, run, { track, y: edge, height }) {
   const top = edge + 1, high = height - 2;
   const perTime = plotWidth(canvas) / (view.to - view.from);
   pen.font = `${height > 18 ? 11 : 9}px system-ui, sans-serif`;
+  const isNamed = isPasses && namesFit(run, track, perTime);
   let painted = -1; // up to which pixel
   let first = firstAfter(run, track, view.from);
   if (first < track.last && at(run.half, first) === 1) first--;
   for (let n = first; n < track.last; n++) {
-    const half = at(run.half, n); // of a pair: both are as long as the two
-    const from = run.start[half === 1 ? n - 1 : n], to = run.end[half === 0 ? n + 1 : n];
+    const half = at(run.half, n);
+    const { from, to } = drawnTimes(run, n);
     if (from > view.to) break;
     const kind = run.kind[n];
     const x = GUTTER + (from - view.from) * perTime;
@@ -132,17 +133,39 @@ function drawTrack(pen, run, { track, y: edge, height }) {
       pen.fillRect(x, y, inner, h);
     }
     const right = Math.min(end, canvas.clientWidth - RIGHT);
-    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, y + h / 2);
+    if (width > 9) drawLabel(pen, run, n, Math.max(x, GUTTER), right, y + h / 2, isNamed);
   }
   pen.globalAlpha = 1;
 }
 
-function drawLabel(pen, run, box, x, end, middle) {
-  const room = end - x - 3;
-  const long = name(run, box), short = page.kinds[run.kind[box]].name === "omitted"
-    ? String(at(run.stands_for, box)) : part(run, box);
-  const text = long.length * 7 < room ? long : short;
-  if (text.length * 6.6 > room) return;
+// Overlapped passes are drawn as long as both.
+function drawnTimes(run, n) {
+  const half = at(run.half, n);
+  return { from: run.start[half === 1 ? n - 1 : n], to: run.end[half === 0 ? n + 1 : n] };
+}
+
+const isOmitted = (run, box) => page.kinds[run.kind[box]].name === "omitted";
+const fits = (text, width) => text.length * 7 + 3 < width;
+
+// Whether each pass of a row that is wide enough for its microbatch is wide enough for its name.
+// Otherwise no label of the row is a name, since 10 next to 2F1 reads as another kind of label.
+function namesFit(run, track, perTime) {
+  for (let n = track.first; n < track.last; n++) {
+    if (page.kinds[run.kind[n]].is_mark || isOmitted(run, n)) continue;
+    const { from, to } = drawnTimes(run, n);
+    const width = (to - from) * perTime;
+    if (fits(part(run, n), width) && !fits(name(run, n), width)) return false;
+  }
+  return true;
+}
+
+function drawLabel(pen, run, box, x, end, middle, isNamed) {
+  let text = isNamed ? name(run, box) : part(run, box);
+  if (isOmitted(run, box)) {
+    const long = name(run, box);
+    text = fits(long, end - x) ? long : String(at(run.stands_for, box));
+  }
+  if (!fits(text, end - x)) return;
   pen.fillStyle = look.texts[run.kind[box]];
   pen.fillText(text, (x + end) / 2, middle + 0.5);
 }
