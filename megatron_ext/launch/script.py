@@ -73,6 +73,15 @@ class Chosen:
     why: str
     dropped: tuple[str, ...] = ()
 
+    def in_place_of(self, words: Sequence[str]) -> list[str]:
+        """Return the arguments ``words`` with these flags, each once."""
+        return [*without(words, self.replaced), *self.flags]
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Flags whose values in a launch command do not count."""
+        return (*self.dropped, *(word for word in self.flags if word.startswith("--")))
+
 
 # Type of a function that gets the words after the script, the settings and the world size.
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
@@ -131,7 +140,7 @@ def launch(
             words += _use_cpu([*arguments, *words])
         if config.is_chosen_later:
             chosen = _planned([*arguments, *words], config, choose)
-            words, dropped = [*words, *chosen.flags], chosen.dropped
+            words, dropped = chosen.in_place_of(words), chosen.replaced
             config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
             # The patches that record a run are applied first, so that actions which other patches

@@ -57,7 +57,6 @@ from megatron_ext.launch.doctor.launch_report import (
 from megatron_ext.launch.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.launch.doctor.rank_variables import check_rank_variables
 from megatron_ext.launch.doctor.scale_limits import scale_limits
-from megatron_ext.launch.script import without
 from megatron_ext.observe.features import FEATURES
 from megatron_ext.observe.launch_remark import JudgedLaunch
 from megatron_ext.observe.program_summary import stock_1f1b
@@ -364,7 +363,7 @@ def _planned(
     replaced = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
     text = f"takes {shlex.join(chosen.flags)}{replaced}: {chosen.why}"
     report.add(Severity.RIGHT, "plan", text)
-    return *without(launch.arguments, chosen.dropped), *chosen.flags
+    return tuple(chosen.in_place_of(launch.arguments))
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.base import errors
 from megatron_ext.base.errors import exit_for
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch.command.importing import quickly
-from megatron_ext.launch.script import first_host, is_launch, slurm_ranks
+from megatron_ext.launch.script import Chosen, first_host, is_launch, slurm_ranks, without
 from megatron_ext.written_settings import add_flags
 from tests.helpers.forked import run_forked
 
@@ -249,6 +249,34 @@ def test_variables_stand_for_flags_and_a_flag_counts(
     assert ("patches" in lines) == bool(flags or argv)
     told = [line for line in lines if line.startswith("megatron_ext: ")]
     assert len(told) == (said is not None) and (said is None or said in told[0])
+
+
+@pytest.mark.parametrize("is_flag", [True, False])
+def test_flags_of_a_plan_replace_those_of_the_command(
+    is_flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron gets each flag of a plan once. It got --pipeline-p2p, which a plan leaves as it is,
+    twice, and --pipeline-schedule plan before the schedule that was chosen."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    given = ["--lr", "1", "--pipeline-schedule", "plan", "--micro-batch-size", "2"]
+    if is_flag:
+        given += ["--pipeline-p2p", "batched"]
+    else:
+        monkeypatch.setenv("MEGATRON_EXT_P2P", "batched")
+    effective: list[str] = []
+    monkeypatch.setattr(
+        "megatron_ext.launch.script._have_parsed",
+        lambda words, dropped: effective.extend([*without(given, dropped), *words]),
+    )
+    monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: None)
+    monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = ("--pipeline-schedule", "zb-h1", "--pipeline-p2p", "batched")
+    chosen = Chosen(flags, "why", ("--micro-batch-size",))
+    megatron_ext.launch.script.launch([str(script), *given], lambda *_: chosen)
+    assert effective == ["--lr", "1", *flags]
 
 
 @pytest.mark.parametrize(
