@@ -28,7 +28,7 @@ from megatron_ext.planner.fitting import candidate_of
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.stock_executor import StockExecutor
 
-_STOPS = "Megatron stops here, and so does this check: correct it, then check again"
+STOPS = "Megatron stops here, and so does this check: correct it, then check again"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -
     valid = attempt(
         "arguments",
         lambda: megatron_arguments.validate(args, config, ranks),
-        _STOPS,
+        STOPS,
         lambda valid: f"Megatron takes them: data-parallel size {valid.data_parallel_size}",
     )
     return valid is not None

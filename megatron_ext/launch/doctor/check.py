@@ -289,8 +289,10 @@ def _parsed(report: Report, launch: Launch, script: str | None, megatron_argumen
 
     Return None if they do not parse.
     """
+    from megatron_ext.launch.command.judgement import STOPS
+
     parsed = report.attempt(
-        "flags", lambda: _arguments(launch, launch.arguments, megatron_arguments)
+        "flags", lambda: _arguments(launch, launch.arguments, megatron_arguments), STOPS
     )
     if parsed is None:
         return None
@@ -398,7 +400,8 @@ def _check_world_size(
         Severity.REMARK,
         "world size",
         f"{counted(assumed, 'rank')} assumed: one copy of the model",
-        "write --world-size N before the --, or give the command with its launcher",
+        "write --world-size N before the --, or a launcher with its sizes in numbers, as in "
+        "srun -n 16",
     )
     return assumed
 

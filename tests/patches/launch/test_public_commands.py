@@ -102,11 +102,64 @@ ANSWERS = {
         "32 layers on 8 ranks (TP 2 x PP 4), 16 microbatches of 1 x 4096 tokens",
         remark="has no flag --use-fused-rmsnorm, --use-fused-swiglu, --use-fused-rotary-pos-emb",
     ),
+    "srun starts a shell, numactl and torchrun; a tokenizer of a hub, virtual stages": Answers(
+        128,
+        "--eval-interval is missing, and Megatron divides --train-iters by it",
+        ("--eval-interval is missing, and Megatron divides --train-iters by it",),
+    ),
+    "torch.distributed.launch, a DeepSpeed fork's flags": Answers(
+        128,
+        "argument --tokenizer-type: invalid choice: 'PretrainedFromHF'",
+        ("argument --tokenizer-type: invalid choice: 'PretrainedFromHF'",),
+    ),
+    "mpirun, ranks in the script's own flags, a tokenizer of a hub": Answers(
+        64,
+        "80 layers on 64 ranks (TP 4 x PP 8 x DP 2), 256 microbatches of 1 x 4096 tokens",
+        remark="has no flag --rank, --world-size, --dist-url",
+    ),
+    "torchrun, a script and flags of a fork's own, no tokenizer": Answers(
+        32,
+        "argument --optimizer: invalid choice: 'hybridadam'",
+        ("argument --optimizer: invalid choice: 'hybridadam'",),
+    ),
+    "torchrun, a ramp, ranks fewer than the model's": Answers(
+        8,
+        "world size (8) is not divisible by total_model_size (total_model_size=128)",
+        ("world size (8) is not divisible by total_model_size (total_model_size=128)",),
+    ),
+    "torchrun, a layout with multi-token prediction, a tokenizer of a hub, FP8": Answers(
+        256,
+        "Transformer Engine cross entropy loss fusion is disabled due to stability issues",
+        ("Transformer Engine cross entropy loss fusion is disabled due to stability issues",),
+    ),
+    "mpirun, experts, weights of data": Answers(
+        16,
+        "24 layers on 16 ranks (EP 8 x PP 2 x DP 8), 64 microbatches of 2 x 4096 tokens",
+        remark="has no flag --use-mpi",
+    ),
 }
 
 
 def test_each_command_has_its_answers() -> None:
-    assert commands().keys() == ANSWERS.keys() and len(ANSWERS) == 12
+    assert commands().keys() == ANSWERS.keys()
+
+
+def test_the_table_is_broad() -> None:
+    """At least twelve commands have a pipeline. They come from six owners and start with four
+    launchers, and among them are a tokenizer of a hub, a layout, and a fork's own flags."""
+    text = {
+        title: command
+        for title, command in commands().items()
+        if re.search(r"--pipeline-model-parallel-size ([2-9]|\d\d)", command)
+    }
+    assert len(text) >= 12
+    owners = dict(re.findall(r"^# from (\S+)/\S+\n\[(.+)\]$", _FILE.read_text(), re.MULTILINE))
+    assert len(owners) >= 6
+    launchers = {"torchrun", "torch.distributed", "mpirun", "srun"}
+    assert all(any(title.startswith(one) for title in text) for one in launchers)
+    assert any("--tokenizer-model hub/" in command for command in text.values())
+    assert any("--pipeline-model-parallel-layout" in command for command in text.values())
+    assert any(ANSWERS[title].remark for title in text)
 
 
 @pytest.mark.parametrize("title", ANSWERS)
@@ -124,6 +177,11 @@ def test_the_answers_of_doctor_and_plan(title: str, monkeypatch: pytest.MonkeyPa
     ]
     assert len(wrong) == len(answers.wrong), wrong
     assert all(right in text for right, text in zip(answers.wrong, wrong, strict=True)), wrong
+    sizes = [finding.fix for finding in report.findings if "assumed: one copy" in finding.text]
+    assert all("or a launcher with its sizes in numbers" in fix for fix in sizes)
+    assert bool(sizes) == (answers.ranks is None)
+    stops = [finding.fix for finding in report.findings if finding.text.startswith("argument --")]
+    assert all(fix.startswith("Megatron stops here, and so does this check") for fix in stops)
     remarks = [
         finding.text
         for finding in report.findings
