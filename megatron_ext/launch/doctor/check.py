@@ -320,20 +320,25 @@ def _check_arguments(
             the arguments are valid.
     """
     from megatron_ext.launch.command.judgement import judge
+    from megatron_ext.launch.planner.parsed_launch import ASSUMED_TOKENS
 
     parsed, recipe = copy.deepcopy(args), launch.recipe
     check_recipe = None if recipe is None else _check_of_recipe(recipe, args, config)
     with megatron_arguments.on_gpus(args, None if gpu is None else gpu.rates):
         tokens = _count_tokens(report, args, megatron_arguments)
+        is_assumed = tokens is None and args.padded_vocab_size is None and args.vocab_size is None
+        if is_assumed:
+            tokens = ASSUMED_TOKENS
         made = judge(args, config, ranks, tokens, report.attempt, check_recipe)
         report.findings += check_tokenizer_files(args)
         if made is None:
             return None, None
-        if not args.padded_vocab_size:
+        if is_assumed:
             report.add(
                 Severity.REMARK,
                 "tokenizer",
-                "its vocabulary is not known here: memory is predicted without it",
+                f"its vocabulary is not known here: {ASSUMED_TOKENS:,} tokens are assumed, as in a "
+                f"plan",
                 "add --padded-vocab-size N to the checked command",
             )
         needed = _check_training(report, made, parsed, config, gpu, megatron_arguments)
@@ -350,6 +355,8 @@ def _check_arguments(
         # With a schedule of megatron_ext such a mask is refused.
         if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
+        if is_assumed:
+            args.padded_vocab_size = None  # a checkpoint is not judged by an assumption
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 
 

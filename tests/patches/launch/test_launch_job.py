@@ -265,6 +265,30 @@ def test_memory_is_that_of_doctor() -> None:
     assert [rank.total for rank in memory] == [rank.total_bytes for rank in prediction.ranks]
 
 
+def test_doctor_assumes_the_vocabulary_that_a_plan_assumes(tmp_path: Path) -> None:
+    """`doctor` predicts memory with the vocabulary that `plan` assumes, and neither judges a
+    checkpoint by it. `doctor` predicted 16 GiB without a vocabulary where `plan` predicted 34 GiB,
+    and `plan` compared the rows of a checkpoint with the assumption."""
+    of_hub: dict[str, Any] = {
+        "vocab_size": None,
+        "padded_vocab_size": None,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": "hub/tokenizer",
+        "load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL),
+    }
+    unknown = check_launch(launch(**of_hub, **NO_VIRTUAL), None, None)
+    known = check_launch(launch(padded_vocab_size=128_000, **NO_VIRTUAL), None, None)
+    assert unknown.prediction is not None and unknown.prediction == known.prediction
+    texts = [finding.text for finding in unknown.findings]
+    assert any("128,000 tokens are assumed" in text for text in texts)
+    asked = LaunchRequest(launch(**of_hub, **NO_VIRTUAL), gpu=parse_gpu("h100"))
+    texts += parsed_launch.with_launch(
+        asked, lambda parsed: list(launch_job.on_loading(asked, parsed, NOTHING))
+    )
+    loading = [text for text in texts if "loads whole" in text]
+    assert len(loading) == 2 and not any(" rows" in text for text in texts), texts
+
+
 def test_a_layout_is_cut_anew() -> None:
     """`plan` writes a new layout, as even as possible, for schedules that have another number of
     stages than the launch's layout."""
