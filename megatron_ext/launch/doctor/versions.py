@@ -137,12 +137,14 @@ KNOWN = (
     ),
     KnownVersion(
         "SkyRL",
-        "0.4.0, with Megatron-Bridge and Megatron of the main branches",
-        (),
-        Tried.READ,
-        "its worker gives Megatron's function the chunks, an iterator for each and no groups; not "
-        "run: line 8 of its model wrapper imports two functions of `megatron.bridge.peft.utils` "
-        "that Megatron-Bridge 0.6.2 lacks",
+        "0.4.0, with Megatron-Bridge 0.6.2 and Megatron 0.19.2",
+        ("0.19",),
+        Tried.TRAINED,
+        "its own policy worker's log-probabilities and steps under zb-h1 and zb-auto, also with "
+        "replicas, bitwise as under its own schedule (`tests/pipeline/callers/test_skyrl.py`), "
+        "with stand-ins for two functions of `megatron.bridge.peft.utils` that line 8 of its model "
+        "wrapper imports: neither Megatron-Bridge 0.6.2 nor its main of August 2026 (067f987) has "
+        "them",
     ),
     KnownVersion(
         "ms-swift",
