@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from megatron_ext.launch.command import megatron_arguments
 from megatron_ext.launch.command.launch_words import Launch
 from megatron_ext.launch.planner.alternatives.layouts import lay_out, work_of, written_of
 from megatron_ext.launch.planner.alternatives.recompute import recompute_of_launch
+from megatron_ext.launch.planner.alternatives.written import layout_of_variant
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.launch.script import without
+from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
@@ -165,6 +168,23 @@ def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None
         assert (
             sum(layout.depths) in (0, 1) and "--pipeline-model-parallel-layout" in written.dropped
         )
+
+
+def test_another_schedule_keeps_multi_token_prediction_where_the_launch_has_it() -> None:
+    """`plan` timed a schedule with the launch's own layout, and wrote a command that moved
+    multi-token prediction to the last stage."""
+    name = "depths before the loss"
+    launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
+
+    def layout(read: ParsedLaunch) -> Layout:
+        made = SimpleNamespace(schedule="zb-h1", method=VocabMethod.NAIVE)
+        made.variant = read.variants.variant(made.schedule, made.method)
+        return layout_of_variant(read.variants, cast(Any, made))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        kept = with_launch(LaunchRequest(launch, gpu=parse_gpu("h100")), layout)
+    assert kept.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
 
 
 def test_deepseek_v3_on_16_ranks_is_even_with_multi_token_prediction_apart() -> None:

@@ -18,7 +18,6 @@ from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
-    depths_of_stages,
     layers_of_stages,
 )
 from megatron_ext.adapter.layout_arguments import PATTERN
@@ -35,7 +34,7 @@ from megatron_ext.launch.planner.alternatives.recompute import (
     recompute_of_launch,
     with_recompute,
 )
-from megatron_ext.launch.planner.alternatives.written import written_for
+from megatron_ext.launch.planner.alternatives.written import layout_under, written_for
 from megatron_ext.launch.planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import LayoutRule, Permits
@@ -93,11 +92,7 @@ def work_of(
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
     """Return the schedule ``spec`` with the layout of layers that ``args`` have."""
-    placement = choose(spec).place(args.pipeline_model_parallel_size)
-    depths = depths_of_stages(args) or ()
-    if not any(depths[:-1]):
-        depths = ()
-    return spec, Layout(tuple(layers_of_stages(args, placement)), tuple(depths))
+    return spec, layout_under(args, choose(spec).place(args.pipeline_model_parallel_size))
 
 
 def rule_of(args: Any) -> LayoutRule:

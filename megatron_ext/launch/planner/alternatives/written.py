@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ext.adapter.dimensions import execution, rates
-from megatron_ext.adapter.layers import layers_of_stages, prediction_depths
+from megatron_ext.adapter.layers import depths_of_stages, layers_of_stages, prediction_depths
 from megatron_ext.adapter.layout_arguments import ENDS, LAYOUT, PATTERN, PLACING
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
@@ -23,6 +23,7 @@ from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.verdict import Alternative, Written, is_stock
+from megatron_ext.schedule.placement import Placement
 
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
@@ -76,7 +77,16 @@ def written_for(
 def layout_of_variant(variants: LaunchVariants, made: Candidate) -> Layout:
     """Return the layout of layers that the launch has under the candidate ``made``."""
     args, _ = variants.validated(made.schedule, made.method)
-    return Layout(tuple(layers_of_stages(args, made.variant.problem.placement)))
+    return layout_under(args, made.variant.problem.placement)
+
+
+def layout_under(args: Any, placement: Placement) -> Layout:
+    """Return the layout of layers and of multi-token prediction that ``args`` have on
+    ``placement``."""
+    depths = depths_of_stages(args) or ()
+    if not any(depths[:-1]):
+        depths = ()
+    return Layout(tuple(layers_of_stages(args, placement)), tuple(depths))
 
 
 def _without_pairs(made: Candidate) -> tuple[str, ...]:
