@@ -144,7 +144,7 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
                     f"{schedule.name}: {backward} runs before the backward pass of {forward}; "
                     "with --fp8-recipe delayed Transformer Engine recomputes passes with FP8 "
                     f"scales in the order of stage {stage}'s forward passes: run backward passes "
-                    "in that order, write another recipe, or drop --recompute-granularity"
+                    "in that order, choose another --fp8-recipe, or drop --recompute-granularity"
                 )
 
 

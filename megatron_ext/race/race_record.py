@@ -65,7 +65,7 @@ class RaceRecord:
         fingerprint: facts about the training, its machine and the race. Measurements count only if
             all of them are the same.
         rounds: measurements of the complete rounds.
-        figures: by schedule.
+        figures: bubbles and peaks of each schedule, by its name.
         winner: the best schedule, or the baseline if none is faster; None while the race goes on.
     """
 

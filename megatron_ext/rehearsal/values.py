@@ -84,7 +84,7 @@ class Values:
 
     @property
     def pool_bytes(self) -> int:
-        """Number of bytes of all pools on the device."""
+        """Bytes on the device of the values that messages are filled with."""
         return sum(pool.nbytes for pool in (*self._pools.values(), *self._real.values()))
 
     def keep_sent(self) -> None:

@@ -501,7 +501,7 @@ def _cached(folder: Path) -> Callable[..., int]:
             has files that numba must not load.
     """
     if (foreign := disk_cache.foreign_file(folder)) is not None:
-        raise OSError(f"numba's cache has a file {foreign.name} that numba did not write")
+        raise OSError(f"{foreign.name} in it is no file of numba's, or others could change it")
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # closing it keeps numba from using a folder next to this file

@@ -22,9 +22,11 @@ def is_missing(package: str) -> bool:
 pytestmark = [
     pytest.mark.gpu,
     needs_two_gpus,
-    pytest.mark.skipif(is_missing("transformer_engine"), reason="its layers are TE's"),
     pytest.mark.skipif(
-        is_missing("fast_hadamard_transform"), reason="its indexer needs fast_hadamard_transform"
+        is_missing("transformer_engine"), reason="the model's layers need Transformer Engine"
+    ),
+    pytest.mark.skipif(
+        is_missing("fast_hadamard_transform"), reason="the indexer needs fast_hadamard_transform"
     ),
 ]
 

@@ -45,9 +45,10 @@ def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return the places of a shard's elements in the whole flattened tensor.
+    """Return the indices in the whole flattened tensor of elements of a shard.
 
-    ``piece`` is the shard, and ``start`` to ``stop`` are the elements of the flattened shard.
+    ``piece`` is the shard. The elements are those from ``start`` up to ``stop`` of its flattened
+    tensor.
     """
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
     if piece.shape == piece.global_shape:

@@ -75,20 +75,20 @@ def judge(
     *,
     describes_training: bool = True,
 ) -> Judgement | None:
-    """Return the judgement of a launch command; None if ``attempt`` has noted why it cannot run.
+    """Return what the checks of a launch find and derive; None if ``attempt`` has noted an error.
 
     Args:
         args: Megatron's parsed arguments, which are validated in place.
         config: our settings.
         ranks: world size.
         tokens: size of the tokenizer's vocabulary; None if not known.
-        attempt: runs each check, and notes or raises a refusal.
-        check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
-            command.
+        attempt: runs each check; if one refuses the launch, it notes the error or raises it.
+        check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None if
+            they were read from a command line.
         describes_training: whether ``args`` describe the whole training, and not the model alone.
 
     Raises:
-        ValueError: a check refuses the command, and ``attempt`` raises the refusal.
+        ValueError: a check refuses the launch, and ``attempt`` raises the error.
     """
     if not _is_valid(args, config, ranks, attempt):
         return None

@@ -235,9 +235,9 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
         apply(
             [
                 wrap("fake_theirs:other", ours, reason="fits"),
-                wrap("fake_broken:train", ours, reason="no module"),
+                wrap("fake_broken:train", ours, reason="there is no such module"),
                 wrap("fake_theirs:gone", ours, reason="no function"),
-                wrap("fake_theirs:Layer.gone", ours, reason="no method"),
+                wrap("fake_theirs:Layer.gone", ours, reason="the class has no such method"),
                 wrap("fake_theirs:train", ours, reason="changed", signature="(steps)"),
                 wrap("fake_theirs:Layer.forward", ours, reason="changed", digests={"1": "0" * 12}),
                 replace("fake_theirs:FLAG", 1, reason="no function", signature="()"),

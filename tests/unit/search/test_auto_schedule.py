@@ -112,7 +112,7 @@ SPECS = st.sampled_from(["wave-auto", "wave-auto:waves=1", *LOOPS[:3]])
 @settings(PROPERTY, max_examples=10)
 @given(spec=SPECS, seed=seeds, p=st.integers(1, 3), m=st.integers(1, 5), parts=st.integers(4, 16))
 def test_any_problem_is_solved(spec: str, seed: int, p: int, m: int, parts: int) -> None:
-    """Any problem has a schedule: with memory limits down to the least, in parts of a microbatch,
+    """Any problem has a schedule: with memory limits in quarters of a microbatch down to the least,
     and with m that is no multiple of p."""
     placement = choose(spec).place(p)
     costs = random_costs(Random(seed), placement)
