@@ -52,7 +52,7 @@ _OF_THE_CLOCK = frozenset({"generation_seconds", "made in"})
 
 
 def helps() -> Subject:
-    """Return ``--help`` of each command, and the flags of a training."""
+    """Return ``--help`` of each command without its subcommands, and the flags of a training."""
     names = typer.main.get_group(app).commands
     commands = ["", *(f"{name} " for name in names)]
     texts = {f"megatron-ext {name}--help": partial(run, f"{name}--help") for name in commands}

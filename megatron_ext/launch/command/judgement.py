@@ -75,7 +75,10 @@ def judge(
     *,
     describes_training: bool = True,
 ) -> Judgement | None:
-    """Return what the checks of a launch find and derive; None if ``attempt`` has noted an error.
+    """Return what the checks of a launch find and derive.
+
+    None if ``attempt`` has noted that the arguments are wrong, that the number of microbatches is
+    unknown or that there is no program. Other errors that it notes leave a judgement.
 
     Args:
         args: Megatron's parsed arguments, which are validated in place.

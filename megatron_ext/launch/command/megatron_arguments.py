@@ -472,7 +472,7 @@ def _as_value_error() -> Iterator[None]:
             if missing := _MISSING.fullmatch(line or ""):
                 text = f"{argument_flag(missing[1])} is missing, add it with its value: {text}"
         elif not isinstance(error, AssertionError | ValueError | RuntimeError):
-            # An assertion of Megatron's is not meant for users and names no setting, so its source
+            # A TypeError, for example, is not meant for users and names no setting, so its source
             # line is shown.
             text = f"{text}, in: {line}"
         raise ValueError(text) from error

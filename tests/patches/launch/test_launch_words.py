@@ -235,7 +235,8 @@ LAUNCH = Launch("x.py", False, ("--a", "1"), installs=False)
         ("python \\\n  x.py \\\n  --a 1 \\\n", LAUNCH),
         ("set -e\nexport A=1 B=$C\npython x.py --a 1\n", ("A", "B")),
         ("(A='x y' exec python x.py --a 1); rm x.py", ("A",)),
-        # Of several commands the one with the most words is the training, first or last.
+        # Of the commands that run Python, the one with the most words is the training; `echo` runs
+        # nothing.
         ("pip install . && python z.py && python x.py --a 1 && python y.py", LAUNCH),
         ("echo python x.py --a 1 --b 2; python x.py --a 1", LAUNCH),
     ],

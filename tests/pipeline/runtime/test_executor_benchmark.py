@@ -50,8 +50,8 @@ def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
 
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys: Output) -> None:
     """The benchmark has a row for a vocabulary split over the ranks next to one for a whole
-    vocabulary. The output layer, which takes as long as a stage, is on one of two ranks, or half of
-    it on each."""
+    vocabulary. The output layer, which takes as long as the stages of a rank, is on one of two
+    ranks, or half of it on each."""
     words = ("--schedules", "zb-v", "--vocab-parallel", "2")
     rows = report_of(capsys, *words, costs="f=4,i=4,w=4,output_layer=4/4/4")["rows"]
     naive, divided = rows["megatron-ext zb-v"], rows["megatron-ext zb-v, vocabulary 2"]

@@ -112,8 +112,8 @@ def test_megatrons_own_step_waits_as_it_did(
 
 def test_a_step_of_two_chunks_a_rank() -> None:
     """From a traced interleaved step with two chunks a rank, other schedules are predicted. The
-    group size follows from the order of passes. For zb-h1, which has one stage a rank, both chunks
-    of a rank are joined to one stage."""
+    group size follows from the order of passes. For zb-h1, which has one stage a rank,
+    neighbouring stages are joined."""
     told = what_if(costs_of(seen("interleaved:vpp=2,group=3", 2, 6)))
     assert told.stock.schedule == "interleaved" and told.stock.vpp == 2
     tried = {p.schedule: p for p in (*told.within, *told.with_more)}

@@ -74,8 +74,8 @@ def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path:
 
 
 def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
-    """A difference does not count if a second run of the same command differs as much (the floor).
-    Some kernels of GPUs give different results in each run."""
+    """A difference does not count if a second run of the same command differs about as much (the
+    floor, up to its double). Some kernels of GPUs give different results in each run."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
