@@ -34,6 +34,7 @@ PACKAGES = {
     "megatron/core": "megatron-core",
     "mbridge": "mbridge",
     "mcore_bridge": "mcore-bridge",
+    "skyrl": "skyrl",
     "swift": "ms-swift",
     "transformer_engine": "transformer_engine",
     "verl": "verl",
@@ -45,6 +46,7 @@ WORDS = {  # by package, its name in tests/README.md
     "megatron-core": "Megatron",
     "mcore-bridge": "mcore-bridge",
     "ms-swift": "ms-swift",
+    "skyrl": "SkyRL",
     "transformer_engine": "Transformer Engine",
     "verl": "verl",
 }
@@ -56,7 +58,7 @@ def package_of(source: str) -> str:
 
 def versions() -> Iterator[tuple[str, str]]:
     """Yield the packages that stand-ins replace, in the versions that tests use."""
-    for package in ("mbridge", "mcore-bridge", "megatron-bridge", "ms-swift", "verl"):
+    for package in ("mbridge", "mcore-bridge", "megatron-bridge", "ms-swift", "skyrl", "verl"):
         (version,) = set(re.findall(rf"^{package}==(\S+)", CALLERS, re.MULTILINE))
         yield package, version
     yield from (("transformer_engine", version) for version in VERSIONS)
