@@ -52,7 +52,7 @@ def train(folder: Path, training: str, ranks: int) -> str:
 def run(folder: str, *trainings: str) -> None:
     import_nemo_rl()
     for training in trainings:
-        print(train(Path(folder), training, int(os.environ.get("NEMO_RL_RANKS", "2"))))
+        print(train(Path(folder), training, int(os.environ.get("POLICY_RANKS", "2"))))
 
 
 if __name__ == "__main__":

@@ -8,31 +8,36 @@ Megatron's own layers, and draws the sequences and advantages at random.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.distributed import finalize_model_grads
 from nemo_rl.algorithms.loss import ClippedPGLossFn
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from nemo_rl.utils.timer import Timer
 
+from tests.helpers.small_policy import (
+    BATCH,
+    LENGTH,
+    PIPELINE,
+    STEPS,
+    VOCABULARY,
+    build_policy,
+    connect,
+    digest,
+    write_steps,
+)
+
 SETTINGS: dict[str, Any] = json.loads(os.environ["NEMO_RL_POLICY"])
-PIPELINE, BATCH, LENGTH, VOCABULARY, STEPS = 2, 12, 16, 64, 3
 
 
 def policy_config(replicas: int) -> dict[str, Any]:
@@ -56,63 +61,11 @@ def policy_config(replicas: int) -> dict[str, Any]:
     }
 
 
-def build_model() -> Any:
-    provider = GPTModelProvider(
-        num_layers=8,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        seq_length=LENGTH,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=1,
-        pipeline_model_parallel_size=PIPELINE,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        transformer_layer_spec=local_layer_spec,
-        transformer_impl="local",
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+def build_worker() -> Any:
+    (model,), optimizer, scheduler = build_policy(
+        average_in_collective=False,
         # NeMo-RL's own normalization: by the tokens of the whole batch.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        cross_entropy_loss_fusion=False,
-    )
-    provider.finalize()
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
-    )
-    (model,) = provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)
-    return model
-
-
-def build_worker() -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
-    model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
-    model = build_model()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True), [model]
-    )
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=1e-2,
-        min_lr=1e-2,
-        lr_warmup_steps=0,
-        lr_decay_steps=1000,
-        lr_decay_style="constant",
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
     )
     config = importlib.import_module("megatron.core.utils").get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
@@ -170,15 +123,8 @@ def draw_batch(step: int) -> Any:
     )
 
 
-def digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().float().contiguous()
-    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
-
-
 def main() -> None:
-    dist.init_process_group("gloo")
-    if "MEGATRON_EXT_SCHEDULE" in os.environ:
-        importlib.import_module("megatron_ext.auto")
+    connect()
     with (
         mock.patch.object(BatchedDataDict, "to", lambda batch, device: batch),
         mock.patch.object(torch.cuda, "get_device_name", lambda: "CPU"),
@@ -209,7 +155,7 @@ def train(worker: Any) -> None:
                 "weights": [digest(weight) for weight in worker.model.parameters()],
             }
         )
-    Path(f"{SETTINGS['result']}.{dist.get_rank()}").write_text(json.dumps(steps))
+    write_steps(steps, SETTINGS["result"])
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def train(folder: Path, training: str, ranks: int) -> str:
 def run(folder: str, *trainings: str) -> None:
     import_skyrl()
     for training in trainings:
-        print(train(Path(folder), training, int(os.environ.get("SKYRL_RANKS", "2"))))
+        print(train(Path(folder), training, int(os.environ.get("POLICY_RANKS", "2"))))
 
 
 if __name__ == "__main__":

@@ -8,22 +8,14 @@ draws the sequences and advantages at random.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
@@ -31,66 +23,26 @@ from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper
 from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase
 from skyrl.train.config import TrainerConfig
 
+from tests.helpers.small_policy import (
+    BATCH,
+    LENGTH,
+    STEPS,
+    VOCABULARY,
+    build_policy,
+    connect,
+    digest,
+    write_steps,
+)
+
 SETTINGS: dict[str, Any] = json.loads(os.environ["SKYRL_POLICY"])
-PIPELINE, BATCH, LENGTH, RESPONSE, VOCABULARY, STEPS = 2, 12, 16, 12, 64, 3
-
-
-def build_model() -> Any:
-    provider = GPTModelProvider(
-        num_layers=8,
-        hidden_size=32,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        seq_length=LENGTH,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=1,
-        pipeline_model_parallel_size=PIPELINE,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        transformer_layer_spec=local_layer_spec,
-        transformer_impl="local",
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        variable_seq_lengths=True,  # this and the dispatcher as SkyRL's own providers
-        moe_token_dispatcher_type="alltoall",
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        cross_entropy_loss_fusion=False,
-    )
-    provider.finalize()
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=True
-    )
-    return provider.provide_distributed_model(ddp_config=ddp, use_cpu_initialization=True)
+RESPONSE = 12  # tokens
 
 
 def build_worker() -> Any:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=PIPELINE)
-    model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
-    model = build_model()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True), model
-    )
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=1e-2,
-        min_lr=1e-2,
-        lr_warmup_steps=0,
-        lr_decay_steps=1000,
-        lr_decay_style="constant",
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
+    model, optimizer, scheduler = build_policy(
+        average_in_collective=True,
+        variable_seq_lengths=True,  # this and the dispatcher as SkyRL's own providers
+        moe_token_dispatcher_type="alltoall",
     )
     config = TrainerConfig()
     config.micro_forward_batch_size_per_gpu = 2
@@ -150,15 +102,8 @@ def causal(mask: torch.Tensor) -> torch.Tensor:
     return (~mask.bool())[:, None, None, :] | torch.ones(length, length).triu(1).bool()
 
 
-def digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().float().contiguous()
-    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
-
-
 def main() -> None:
-    dist.init_process_group("gloo")
-    if "MEGATRON_EXT_SCHEDULE" in os.environ:
-        importlib.import_module("megatron_ext.auto")
+    connect()
     with mock.patch.object(megatron_model_wrapper, "to_te_attention_mask", causal):
         train(build_worker())
     dist.destroy_process_group()
@@ -192,7 +137,7 @@ def train(worker: Any) -> None:
                 ],
             }
         )
-    Path(f"{SETTINGS['result']}.{dist.get_rank()}").write_text(json.dumps(steps))
+    write_steps(steps, SETTINGS["result"])
 
 
 if __name__ == "__main__":

@@ -6,17 +6,13 @@ Compared are log-probabilities, losses, gradient norms and weights.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.caller_packages import prepare
 from tests.helpers.combinations import nightly
 from tests.helpers.nemo_rl_checkout import CHECKOUT
+from tests.helpers.policy_runs import check_replicas, stocks_steps
 from tests.helpers.ranks import ROOT
 
 pytestmark = nightly("by day callers with batches like verl's: test_dynamic_batches.py")
@@ -35,44 +31,7 @@ def test_nemo_rl_trains_to_its_own_numbers(
         f"https://github.com/NVIDIA-NeMo/RL {CHECKOUT.relative_to(ROOT)}"
     )
     # verl's packages include Megatron-Bridge and Ray, which NeMo-RL imports too
-    packages, problem = prepare("verl")
-    assert not problem, f"verl's packages cannot be installed with pip: {problem}"
-    path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The variable that selects the night's tests is no setting of a training, so megatron_ext.auto
-    # would refuse it.
-    environment = {
-        name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
-    }
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.nemo_rl_on_cpu", str(tmp_path), "stock", *schedules],
-        cwd=ROOT,
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "NEMO_RL_RANKS": str(ranks),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    by_rank = []
-    for rank in range(ranks):
-        stock, *others = (
-            json.loads((tmp_path / f"{name}.json.{rank}").read_text())
-            for name in ("stock", *schedules)
-        )
-        assert len({step["log_probs"] for step in stock}) == len(stock) == 3
-        assert len({tuple(step["weights"]) for step in stock}) == 3, "it does not learn"
-        assert all(len(step["microbatches"]) == 12 for step in stock)
-        assert all(step["norm"] > 0 for step in stock)
-        for schedule, other in zip(schedules, others, strict=True):
-            assert other == stock, f"{schedule} on rank {rank}"
-        by_rank.append(stock)
-    if ranks == 4:  # ranks 0 and 1 have the first stage of a replica each
-        for first, second in zip(*by_rank[:2], strict=True):
-            assert first["weights"] == second["weights"], "replicas part"
-            assert first["microbatches"] != second["microbatches"], "replicas have the same data"
-    for schedule in schedules:
-        assert ran.stdout.count(f"megatron_ext: schedule {schedule} is installed") == 1
-        assert f"megatron_ext: {schedule} on 2 ranks" in ran.stdout
+    by_rank = stocks_steps("nemo_rl_on_cpu", ranks, schedules, ("verl",), tmp_path)
+    assert all(len(step["microbatches"]) == 12 for stock in by_rank for step in stock)
+    if ranks == 4:
+        check_replicas(by_rank, "microbatches")
