@@ -7,6 +7,7 @@ says in words what the simulator finds.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -395,6 +396,9 @@ def _check_options(
             "passes of vocabulary parallelism, which are added a second time when the table is "
             f"read: drop --csv or {option('vocab_parallel')}"
         )
+    # The oldest typer that setup.py allows lets nan through: it is beyond neither end.
+    if certify is not None and math.isnan(certify):
+        raise ValueError(f"'--certify' is {certify}: write a number of seconds up to {LONGEST:g}")
     if certify is not None and options.pairs:
         raise ValueError(
             "--certify computes a lower bound for passes that run one after the other, and with "
