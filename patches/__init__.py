@@ -1,5 +1,5 @@
 """Every change to other people's code, one file per changed module, in a mirror of their tree.
 
-Import it as ``megatron_ext.patches``. This folder itself must never be on ``sys.path``: its
-``megatron`` would stand before the real one.
+Import this package as ``megatron_ext.patches``. Its folder must never be on ``sys.path``, because
+its subfolder ``megatron`` would then be imported instead of Megatron.
 """

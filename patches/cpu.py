@@ -284,7 +284,7 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
 
     Megatron asserts that AdamW has stepped, although a checkpoint is loaded before any step. The
     states that AdamW would create in its first step are created now. On a rank without parameters a
-    temporary state tells the number of steps.
+    temporary state provides the number of steps.
     """
     import torch
 

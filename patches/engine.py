@@ -358,8 +358,8 @@ class _Swap:
     def _imported_late(self, aliases: Aliases) -> set[Alias]:
         """Return the module attributes that imported the target's substitute while it was patched.
 
-        An attribute with the same name as one under which the substitute was imported for its own
-        sake is assumed to be such an import, and is not returned.
+        Other modules may import the substitute itself under a name of its own. Attributes with such
+        a name are not returned.
         """
         if not (self.target.rebinds and callable(self.substitute)):
             return set()

@@ -1,8 +1,8 @@
 """How a user's mistake ends a launch.
 
-Every rank of a launch comes to the same mistake at the same time, and a thousand copies of an error
-hide it. One rank says it for all, or for its node if the mistake may be the node's alone, and all
-exit with a command line's status.
+Every rank of a launch finds the same mistake at the same time, and a thousand copies of an error
+are hard to read. So one rank prints the error for all ranks, or one rank a node if nodes may
+differ, and all ranks exit with status 2.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def without_torch(what_needs: str, error: Exception) -> ValueError:
 def exit_for(error: Exception) -> NoReturn:
     """Print ``error`` on one rank of a launch, and exit with status 2, as command lines do.
 
-    Global rank 0 says why for all, and of each other node its first rank, as the mistake may be
-    that node's alone (a file it does not have). It may also be one rank's alone (a variable of its
-    environment): another rank says what no rank of its node has said.
+    Global rank 0 prints the error, and so does the first rank of every other node, as the mistake
+    may be one node's alone (a missing file). The mistake may also be one rank's alone (a variable
+    of its environment), so any other rank prints an error that no rank of its node has printed.
     """
     env, host = os.environ, socket.gethostname()
     rank = env.get("RANK", env.get("SLURM_PROCID", "0"))

@@ -54,7 +54,7 @@ def masked(words: Sequence[str]) -> str:
 
 
 def is_shell_flag(word: str) -> bool:
-    """Return whether ``word`` may be the flag of a shell that a text to run follows, as ``-lc``."""
+    """Return whether ``word`` may be a shell's flag before a text to run, such as ``-lc``."""
     return _SHELL_FLAG.fullmatch(word) is not None
 
 

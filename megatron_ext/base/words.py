@@ -1,4 +1,4 @@
-"""Texts for people: counts with nouns, bytes, flags, and the name that a misspelt one means.
+"""Texts for people: counts with nouns, bytes, flags, and suggestions for misspelt names.
 
 Errors and tables of all packages count things, name sizes and suggest names. With one function for
 each, the same number reads the same everywhere.
@@ -55,9 +55,9 @@ def bytes_text(amount: float) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that a misspelt ``name`` resembles most: none, one, or equals.
+    """Return the known names most like a misspelt ``name``: none, one, or several equally good.
 
-    A name that means the opposite is none of them. Capitals, dashes and underscores do not count:
+    A name that means the opposite is never returned. Capitals, dashes and underscores do not count:
     ``ZB_V`` and ``zbv`` are ``zb-v``.
     """
     likeness = {
@@ -70,9 +70,9 @@ def meant_by(name: str, known: Iterable[str]) -> list[str]:
 
 
 def is_opposite(name: str, other: str) -> bool:
-    """Return whether one of two names denies the other.
+    """Return whether one of two names is the negation of the other.
 
-    ``--no-overlap`` denies ``--overlap``, and ``untie-embeddings`` denies ``tie-embeddings``.
+    ``--no-overlap`` negates ``--overlap``, and ``untie-embeddings`` negates ``tie-embeddings``.
     """
     words, others = _words(name), _words(other)
     if len(words & _NEGATIONS) % 2 != len(others & _NEGATIONS) % 2:

@@ -1,8 +1,8 @@
 """Our flags in Megatron's command line, and checks of them before any process group exists.
 
-Megatron refuses flags that its parser does not know, and what conflicts with a schedule must end a
-launch as long as it costs nothing. So the flags are added to its parser, and our checks follow its
-validation.
+Megatron refuses flags that its parser does not know, so ours are added to the parser. A setting
+that conflicts with a schedule must end the launch early, so our checks run right after Megatron's
+validation of its arguments.
 
 Not patched: parse_args and the argument dataclasses; our settings stay strings in ``args`` (and so
 in checkpoints, where Megatron ignores them).

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoint saves, finalized only while no verdict is pending.
+"""Asynchronous checkpoint saves, finalized only while no optimizer step awaits post-validation.
 
 Before each iteration Megatron checks with all ranks whether they have written their parts.
 

@@ -1,7 +1,7 @@
-"""Signals, checked only while no verdict is pending.
+"""Signals, checked only while no optimizer step awaits post-validation.
 
-After each iteration Megatron gathers from all ranks who has received one. A verdict is pending
-then, except after commit points.
+After each iteration Megatron gathers from all ranks which of them have received a signal. At that
+time the optimizer step is still unvalidated, except after commit points.
 
 Not patched: the handler, which records a signal on arrival.
 """

@@ -2,7 +2,8 @@
 
 A capture in torch's usual mode ("global") fails if any thread of the process queries an event
 meanwhile, as the device watchdog does. Every capture (of layers by Transformer Engine, of the
-optimizer's step by Megatron with --optimizer-cuda-graph, of a script) begins by this method.
+optimizer's step by Megatron with --optimizer-cuda-graph, of a script) begins by the patched method,
+CUDAGraph.capture_begin.
 
 Not patched: the end of a capture (the watchdog resumes when a step launches more work), and
 captures from C++.

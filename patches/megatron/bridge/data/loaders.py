@@ -1,9 +1,9 @@
 """Microbatches of Megatron-Bridge in another order than that of arrival, dealt by their cost.
 
-It is patched where Bridge has been imported: `megatron_ext.bridge.use` sees to that.
+Bridge is patched only if its loaders have been imported, which `megatron_ext.bridge.use` does.
 
-Not patched: the samplers; loaders of validation and test data; configs whose microbatches cost the
-same or have other loaders, which `use` refuses.
+Not patched: the samplers; loaders of validation and test data. `use` refuses configs whose
+microbatches cost the same or have other loaders.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Datasets built by the ranks that read them, and by global rank 0, which then drops unread ones.
 
-Global rank 0 builds the indices for all. If it reads nothing, as on a V, it gets no dataset, like
-any other rank that reads nothing: a loader that its data-parallel peers lack would wait for them.
-If attention stays within documents, every stage reads where documents begin and end: Megatron's own
-script builds such data for the first and the last stage only, which on two ranks in line are all.
+Global rank 0 builds the indices for all ranks. If it reads no data itself, as on a V, its datasets
+are dropped afterwards: a loader that its data-parallel peers do not have would wait for them. If
+attention stays within documents, every stage must know where documents begin and end. Megatron's
+own script builds such data only for the first and the last stage, which is enough if there are no
+other stages.
 
 Not patched: the scripts' functions that tell which ranks build datasets; builders of other data.
 """

@@ -1,10 +1,10 @@
-"""Optimizer states that any placement can load, cut at the right places.
+"""Optimizer states that any placement can load, cut out of buffers at the right offsets.
 
 For --dist-ckpt-optim-fully-reshardable Megatron gathers a buffer without the padding at its
-buckets' ends, but up to 0.19 cuts out each parameter at its place with padding. Behind a padded
-bucket (a tied embedding has one of its own, after the layers') a checkpoint then contains states,
-and with them fp32 weights, that are shifted and end in zeros: there is a warning, and another loss
-after the resume.
+buckets' ends, but up to Megatron 0.19 each parameter is cut out at its offset with padding. Behind
+a padded bucket (a tied embedding has one of its own, after the layers') a checkpoint then contains
+optimizer states and fp32 weights that are shifted and end in zeros. Megatron only warns when it
+loads them, and the loss differs after the resume.
 
 Not patched: how states are gathered and loaded, and the other formats, which count alike on both
 sides.

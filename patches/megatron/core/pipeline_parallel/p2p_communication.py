@@ -1,8 +1,9 @@
-"""Messages of Megatron's own schedules to made-up peers: a rehearsal's only.
+"""Messages of Megatron's own schedules to simulated peers, for rehearsals only.
 
 Under torch's fake backend nothing arrives, and a receive returns the uninitialised memory that it
-was given. The two functions that Megatron calls for all messages are told by name what is sent and
-where to receive. The works that they return are a rehearsal's, which may end later.
+was given. Megatron sends and receives all messages by two functions, whose named arguments are the
+tensors to send and to receive into. Under the patch they return the rehearsal's work handles, which
+end when the simulated message would.
 
 Not patched: P2PCommunicator, whose waits return at once; messages of shapes, which only varying
 lengths need; ring exchange, which no recipe uses.

@@ -1,8 +1,8 @@
 """Removal of the settings that the schedule implements from a model's config, before layers are
 built.
 
-A caller without Megatron's arguments may set them in the config up to the last moment: all modules
-of a model begin here.
+A caller without Megatron's arguments may set them in the config until the model is built. The
+constructor patched here runs before that of every other module of the model.
 
 Not patched: the config's own checks, which run earlier.
 """

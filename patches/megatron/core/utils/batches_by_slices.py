@@ -1,4 +1,4 @@
-"""Batches of context-parallel ranks, which have a part of each slice.
+"""Batches for context-parallel ranks: each rank gets its part of every slice.
 
 Not patched: who calls this, on which ranks, and how Megatron cuts batches without slices.
 """

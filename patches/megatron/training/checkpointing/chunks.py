@@ -1,9 +1,9 @@
 """Checkpoints of ranks with several chunks.
 
-Each chunk has a loader of the same data, and Megatron saves the state of one: that of the first
-stage, whose rank it determines by its number in the pipeline's group. A checkpoint of format torch
-has a rank's chunks one by one. Megatron takes missing chunks for empty stages, so a checkpoint
-saved without virtual stages would silently load nothing.
+Each chunk has a loader of the same data, and Megatron saves the state of the first stage's loader.
+Megatron assumes that the first stage is on the first rank of the pipeline's group. A checkpoint of
+format torch has an entry for each chunk of a rank. Megatron takes missing chunks for empty stages,
+so a checkpoint saved without virtual stages would silently load nothing.
 
 Not patched: generate_state_dict and load_checkpoint, which process all chunks; the formats that
 only models of one chunk have (torch_dcp and fsdp_dtensor read ``model[0]``; both need FSDP, which

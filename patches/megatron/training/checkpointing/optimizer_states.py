@@ -2,8 +2,8 @@
 
 Without --dist-ckpt-optim-fully-reshardable the distributed optimizer's states are saved rank by
 rank: under another placement a rank would load those of other stages, if the sizes agree. Megatron
-compares only the number of ranks. A checkpoint therefore says on which rank each stage was, unless
-it was Megatron's own, and whether the vocabulary was sharded over all ranks.
+compares only the number of ranks. A checkpoint therefore says on which rank each stage was (unless
+the placement was Megatron's own) and whether the vocabulary was sharded over all ranks.
 
 Not patched: saving and loading themselves; the formats that any placement can load.
 """

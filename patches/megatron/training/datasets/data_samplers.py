@@ -1,7 +1,7 @@
 """Microbatches in another order than that of arrival, dealt to replicas by their cost.
 
-The loader of the training split has the dataset, its split and the consumed samples, which no
-sampler has: samplers also serve evaluation.
+The function that builds a loader is patched, because it knows whether the dataset is the training
+split. Samplers do not: they also serve evaluation.
 
 Not patched: the samplers; loaders of validation and test data; ``cyclic`` and ``external`` loaders,
 which are refused (`check_arrangement`).

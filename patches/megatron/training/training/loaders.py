@@ -2,8 +2,8 @@
 evaluate.
 
 Megatron queries global rank 0, and expects a loader on each rank of a pipeline's ends. If the
-schedule has the first stage elsewhere, rank 0 reads nothing under any provider: the run would end
-at once, with exit code 0 and no step trained. So all ranks are queried.
+schedule places the first stage on another rank, rank 0 has no loader whatever the dataset provider:
+the run would end at once, with exit code 0 and no step trained. So all ranks are queried.
 
 Not patched: which ranks build datasets, which the provider decides; providers that do not take
 vp_stage, which Megatron refuses by name (a provider with the same loader for two chunks would make
@@ -63,13 +63,13 @@ def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) ->
 
 
 def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Build the iterators of one chunk; after the last one, set --eval-iters to the sets' lengths.
+    """Build the data iterators of one chunk, with --eval-iters kept as given until the last chunk.
 
-    With --full-validation the lengths of the validation sets come from the ranks that read them;
-    ranks without a loader would have None, and broadcast it. Megatron builds the loaders chunk by
-    chunk, and overwrites --eval-iters with those lengths, from which it counts the samples of the
-    next chunk's test set. So the flag is restored until the last chunk has its loaders: otherwise
-    tokens and labels of different chunks would belong to different samples.
+    With --full-validation Megatron overwrites --eval-iters with the lengths of the validation sets,
+    each time it builds a chunk's iterators. It computes the size of the test set from --eval-iters,
+    so a later chunk would get other test samples than the first: tokens and labels would not match.
+    Here --eval-iters gets its given value back after each chunk except the last. After the last
+    chunk it is set to the lengths, on all ranks, because ranks without a loader do not know them.
     """
     args = get_args()
     flag = args.eval_iters

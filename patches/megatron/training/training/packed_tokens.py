@@ -1,8 +1,8 @@
 """Packed tokens, counted once for any number of chunks on a rank.
 
 Each forward step of a packed microbatch adds its sequences' lengths, and every chunk of a rank does
-so. Megatron divides the sum over all ranks by the number of ranks but not of chunks: its TFLOP/s
-would be too large by that factor.
+so. Megatron divides the sum over all ranks by the number of ranks but not by the number of chunks a
+rank, so its TFLOP/s would be too large by the latter factor.
 
 Not patched: what a forward step adds, and the use of the sums.
 """

@@ -1,7 +1,8 @@
 """Recording of a training, for comparison with another: `megatron-ext parity`.
 
-The three functions are called by name from pretrain and train: after setup, after each step, and
-before Megatron decides whether to go on. None of them computes anything of a step.
+Three functions that pretrain and train call by name are patched: the one that sets up the model,
+the one that logs a step, and the one that decides whether to go on. None of them takes part in a
+step's computation.
 
 With reversed microbatches, train_step gets a schedule function that reads them backwards.
 

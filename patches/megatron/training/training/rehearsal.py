@@ -1,8 +1,9 @@
-"""Training loop of one rank that is alone: a rehearsal's only.
+"""Training loop of one rank without its peers, for rehearsals only.
 
-Megatron trains if global rank 0 has a loader, and no rank hears it under torch's fake backend: a
-rank without a loader ended with exit code 0 and no step. A rehearsal always trains, and never
-evaluates. It times whole steps, and ends after the last one that it needs.
+Megatron trains if global rank 0 has a loader, which other ranks learn by a broadcast. Torch's fake
+backend delivers nothing, so a rank without a loader would exit with code 0 before its first step. A
+rehearsal always trains, and never evaluates. It times whole steps, and ends after the last step
+that it needs.
 
 Not patched: train, evaluate, and all computation.
 """

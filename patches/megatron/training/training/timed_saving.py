@@ -1,7 +1,7 @@
 """Checkpoint saves between the iterations of a race of schedules, whose time does not count.
 
-Megatron's loop saves between two steps. An evaluation there is a step of ours, which a race sees; a
-save is not.
+Megatron's loop saves and evaluates between two steps. A race sees an evaluation, because our
+schedule runs it, but not a save.
 
 Not patched: what is saved, and how; other work of the loop between steps, which counts.
 """

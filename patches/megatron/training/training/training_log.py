@@ -1,13 +1,13 @@
 """Log of an iteration, delivered after the post-validation of its optimizer step.
 
 `training_log`, in megatron/training/training.py, counts skipped iterations, sums losses, and prints
-at intervals. It comes first after a step, so commit points are handled here: iterations that
-evaluate, save or exit afterwards.
+at intervals. Megatron calls it first after a step, so commit points are handled here. They are
+iterations after which Megatron evaluates, saves or exits.
 
 A log deferred into the next step still finds the consumed samples, the batch size and the losses of
-its own iteration: train changes them after that step, and an iteration before the number of
-microbatches changes is a commit point. Only memory statistics (``log_memory_to_tensorboard``) are
-those at the beginning of the next step.
+its own iteration: Megatron's train changes them only after that next step, and an iteration before
+the number of microbatches changes is a commit point. Only memory statistics
+(``log_memory_to_tensorboard``) are those at the beginning of the next step.
 
 Not patched: what is logged, and train.
 """

@@ -93,7 +93,7 @@ _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_
 
 
 def _reduces(module: Any) -> bool:
-    """Return whether ``module`` puts its weight gradient while its input's gradient is reduced."""
+    """Return whether ``module`` queues a weight gradient while its input's gradient is reduced."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
         return False  # the product contains the reduction, which has ended by then
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -122,9 +122,9 @@ def put(
     """Put a module's weight gradient, ``function(*tensors)``, into our queue.
 
     Nothing is copied: in FP8 the queue stores the operands that the input-gradient pass has
-    quantised, and fused accumulation stays part of the GEMM. A column-parallel layer puts its
-    gradient while the reduction of its input's gradient runs, and then waits for the reduction: the
-    queue's computation in between hides it.
+    quantised, and fused accumulation stays part of the GEMM. A column-parallel layer calls this
+    while the reduction of its input's gradient runs, and then waits for the reduction. Meanwhile
+    the queue computes other weight gradients, which hides the reduction.
 
     ``tensors`` are the layer's input and its output's gradient. For a GroupedLinear they are lists,
     and a third list has the tensors to which ``function`` writes the weights' gradients.
@@ -162,11 +162,12 @@ def put(
 
 
 class _Part:
-    """Part of a tensor on this rank, which was gathered from ``group`` and will be once more.
+    """This rank's part of a tensor that was gathered from ``group`` and is gathered again for W.
 
-    With sequence parallelism a layer puts an operand that it has gathered, which would be most of
-    the memory that waits for W. If W does not follow directly, only the rank's own part is stored,
-    and W gathers it again during the previous product. (Quantised operands are stored whole.)
+    With sequence parallelism one operand of a layer's weight gradient has been gathered, and would
+    take most of the memory that is stored until W. If W does not follow directly, only the rank's
+    own part is stored, and W gathers it again during the previous product. (Quantised operands are
+    stored whole.)
     """
 
     def __init__(self, gathered: Tensor, group: Any) -> None:
@@ -190,7 +191,7 @@ class _Part:
 
 
 def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
-    """Return ``x`` and ``dy``, one as this rank's `_Part` if ``module`` has gathered it."""
+    """Return ``x`` and ``dy``; one is replaced by its `_Part` if gathered and W does not follow."""
     if queue.w_is_next or not getattr(module, "sequence_parallel", False):
         return x, dy
     if module.parallel_mode == "column" and type(x) is Tensor:

@@ -1,8 +1,8 @@
 """Checkpoints of embeddings whose two copies are on one rank: one copy is saved.
 
-Megatron distributes the saving over data-parallel ranks by the name of a tensor: the chosen rank
-marks every shard of that name, and two shards on one rank are refused as overlapping, by global
-rank 0 alone, for which the others then wait.
+Megatron chooses by a tensor's name which data-parallel rank saves it, and that rank marks all its
+shards of that name. If one rank marks two, global rank 0 alone raises an error for overlapping
+shards, and the other ranks wait for it.
 
 Not patched: a checkpoint's contents, and which rank saves what; without data-parallel ranks
 Megatron takes the embedding's copy.

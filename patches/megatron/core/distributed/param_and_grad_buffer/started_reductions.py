@@ -2,8 +2,8 @@
 
 Our schedules start a chunk's reduction after its last W, and Megatron's finish_grad_sync waits for
 it. Megatron recognizes a running reduction by the bucket group's handle. With several instances of
-the distributed optimizer there is no handle (a stream orders the reduction), so finish_grad_sync
-started a second one, of gradients that were reduced already.
+the distributed optimizer there is no handle (a stream orders the reduction), so without this patch
+finish_grad_sync would reduce the gradients a second time.
 
 A step that fails may leave a reduction running. Under our schedules every step is a bucket group's
 first batch for Megatron, so the next step would take that reduction for its own and reduce nothing.

@@ -1,10 +1,10 @@
 """Pipeline segments of hybrid models: the i-th segment is stage i, on the rank of its placement.
 
-On lines and loops that is Megatron's own order, but Megatron lacks a check: if there are more
-segments than stages it builds the first ones only, and trains a smaller model.
+On lines and loops Megatron has the same order but lacks a check: if there are more segments than
+stages, Megatron builds only the first segments and trains a smaller model.
 
-Not patched: `HybridModel`, which imports this function in its __init__ and uses its result, layers
-and their first number; `HybridStack`, whose layers are numbered by that alone.
+Not patched: `HybridModel`, which imports the patched function in its __init__ and uses its result,
+the layers and the number of the first one; `HybridStack`, which numbers its layers from that one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""HybridModel, which runs no rows in which answers share their prompts.
+"""Refusal of rows in which answers share their prompts, for HybridModel.
 
-Its recurrent layers carry a state from token to token, so an answer would begin with the state of
-the answer before it.
+The model's recurrent layers carry a state from token to token, so an answer would begin with the
+state of the answer before it.
 
-Not patched: its layers; Megatron's models before it, which have no class of this name.
+Not patched: the layers; Megatron's versions that have no class HybridModel.
 """
 
 from __future__ import annotations

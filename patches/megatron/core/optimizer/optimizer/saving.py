@@ -1,8 +1,8 @@
-"""Main parameters of 16-bit parameters are saved wherever the first stage is.
+"""Checkpoints of a 16-bit model's fp32 main parameters if the first stage is not on global rank 0.
 
-A checkpoint takes data that are no tensors from global rank 0. For a group without parameters on
-that rank (embeddings have a group of their own with --decoupled-lr or Muon, and on a V are on
-another rank) that is an empty list, and loading fails, as the list does not fit the tensors there.
+Megatron saves data that are no tensors from global rank 0 alone. A parameter group without
+parameters on that rank is saved as an empty list, and loading fails on ranks where the group has
+tensors. (Embeddings have such a group with --decoupled-lr or Muon, and on a V are on another rank.)
 
 Not patched: loading; the distributed optimizer, which saves no such lists.
 """

@@ -2,7 +2,8 @@
 
 Patched are the choice, replaced by a `StockStep` that calls the chosen function with the same
 arguments, and forward_step and backward_step, which these functions call by name. The arguments of
-a call tell which pass it is; the record tells whether the order is the known one.
+a call show which pass it is, and the recorded step shows whether the passes ran in the expected
+order.
 
 Not patched: the pipeline functions themselves, P2PCommunicator, layers, train_step and evaluate.
 """

@@ -1,8 +1,8 @@
 """Sparse attention (DSA) of a slice's queries to keys of all tokens up to its end.
 
-Not patched: the choice among these keys, the attention to the chosen ones, and the indexer's loss,
-which go by the rows and the mask that they are given; shared choices of layers, which are refused
-with recompute.
+Not patched: the choice among these keys, the attention to the chosen keys, and the indexer's loss,
+which all follow the rows and the mask that they get; layers that share one choice of keys, which
+are refused with recompute.
 """
 
 from __future__ import annotations

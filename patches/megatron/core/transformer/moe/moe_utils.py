@@ -1,7 +1,8 @@
 """Choice of experts in a checkpointed forward, equal to that of the recompute.
 
-Without gradients Megatron leaves a token's experts unsorted, and sums of their scores could differ
-in the last bit. Nothing is differentiated here: the logits have no gradient.
+If gradients are disabled, Megatron leaves a token's experts unsorted, so sums of their scores could
+differ from the recompute's in the last bit. The patch enables gradients for the choice of experts;
+the logits need none, so nothing is added to the graph.
 
 Not patched: routers, which count tokens and auxiliary losses only with gradients, so not in a
 checkpointed forward.

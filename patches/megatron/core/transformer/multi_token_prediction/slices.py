@@ -1,7 +1,7 @@
-"""Multi-token prediction of a slice: it shifts whole sequences and predicts its own tokens.
+"""Multi-token prediction for one slice, from the shifted tokens of the whole sequence.
 
-Not patched: the layers, whose attention is patched in its own file; how losses are weighted and
-logged: those of all slices add up.
+Not patched: the layers, whose attention is patched in its own file; the weighting and logging of
+losses, in which the losses of all slices add up.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Megatron's own groups are created where `parallel_state` is patched. A caller's pg_collection may
 have an embedding group of the first and the last rank, as Megatron's own: on a V the last rank
 would wait in that group for the first, which has no copy. If multi-token prediction has a stage of
-its own, a group without that rank would leave its copy as it is.
+its own, a group without that stage's rank would leave that rank's copy of the embedding unequal.
 
 Not patched: the setup; with a group that fits, Megatron does the right thing.
 """

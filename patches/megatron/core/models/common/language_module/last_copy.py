@@ -1,5 +1,4 @@
-"""The last stage's copy of a tied embedding, initialised on a rank that is alone: a rehearsal's
-only.
+"""Initialisation of the last stage's copy of a tied embedding, for the rehearsal of a rank alone.
 
 Megatron fills the copy with zeros, to which an all-reduce with the first stage adds the embedding.
 Under torch's fake backend it stays zero: all logits are zero, and products take less time.

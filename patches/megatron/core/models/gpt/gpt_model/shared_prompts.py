@@ -1,7 +1,7 @@
 """GPTModel that runs rows in which answers share their prompts.
 
-Megatron hands the parameters of a packed row to all layers, which would take a segment for a
-document of its own. They are replaced where the model is called.
+Megatron's PackedSeqParams describe a packed row to all layers, which would treat a prompt and each
+of its answers as separate documents. The PackedSeqParams are replaced where the model is called.
 
 Not patched: the layers, to which such a row is one document; the output layer and the losses, which
 go token by token.

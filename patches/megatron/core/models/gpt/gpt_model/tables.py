@@ -1,12 +1,12 @@
 """Models whose embedding and output layer are sharded over all pipeline ranks.
 
-Megatron builds a chunk with tables of one row per tensor parallel rank. These are removed, and the
-first chunk of every rank gets its parts of the whole tables (`vocabulary`), under the names that
-Megatron gives the tables. The first stage then takes the embeddings that the ranks have looked up,
-and the last one ends with its hidden states.
+Megatron is made to build tiny tables: their vocabulary has one token for each tensor-parallel rank.
+These tables are removed, and the first chunk of every rank gets the rank's shards of the real
+tables (`vocabulary`), under the names that Megatron gives the tables. The first stage then takes
+the embeddings that the ranks have looked up, and the last one ends with its hidden states.
 
 Not patched: `_preprocess`, `forward` and `_postprocess`, which work as on other stages; the tying
-of two copies, of which there is only one; position embeddings, dropout and norms, which stay.
+of two copies, as there is only one copy; position embeddings, dropout and norms, which stay.
 """
 
 from __future__ import annotations
