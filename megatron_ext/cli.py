@@ -33,7 +33,8 @@ class _Commands(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except OSError as error:
-            # Otherwise Python would flush the rest of its output when it ends, and fail once more.
+            # The standard output is replaced by /dev/null. Otherwise Python would flush the rest of
+            # its output when it ends, and fail once more.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             what = error.filename or "the standard output"
             sys.stderr.write(f"megatron-ext: error: {what}: {error.strerror}\n")

@@ -296,7 +296,8 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
             return original(optimizer)
         finally:
             del adam.state[_STEPS]
-    # An optimizer's own dummy step also puts the main parameters into its states.
+    # If the optimizer has a dummy step of its own, that step also puts the main parameters into its
+    # states.
     if hasattr(adam, "dummy_step") and not adam.state:
         adam.dummy_step()
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):

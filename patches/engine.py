@@ -479,7 +479,7 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
         if isinstance(target.raw, kind) and not isinstance(substitute, kind):
             stored = kind(substitute)
     rebinds = target.rebinds
-    # Only a substitute can be in use elsewhere, as a wrapper is a new object.
+    # Other modules can refer only to a substitute, since a wrapper is a new object.
     in_use = rebinds and patch.how is How.REPLACE and callable(substitute)
     swap = _Swap(
         target,

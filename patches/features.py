@@ -188,8 +188,9 @@ FEATURES = (
         None,
         for_settings=lambda config: config.watches_stock,
     ),
-    # This feature comes after that of a moved first stage, whose wrapper of the same function is
-    # then the inner one. So the ranks are compared before they do anything together.
+    # This feature comes after the feature that moves the first stage. Both wrap one function, and
+    # the later wrapper is the outer one, so the ranks are compared before they do anything
+    # together.
     Feature(
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),

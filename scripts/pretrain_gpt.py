@@ -223,7 +223,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     masking = {}
-    # Megatron 0.19 and later have this setting.
+    # Megatron 0.18 has no setting dataloader_inter_document_masking.
     if getattr(args, "dataloader_inter_document_masking", False):
         masking["inter_document_masking"] = True
     config = GPTDatasetConfig(

@@ -17,7 +17,8 @@ REMEDY = (
 )
 
 _LONGEST_FUSED = 4096  # longest sequence in tokens that Megatron's fused kernel takes
-# Longest sequence in tokens for which a block of Megatron's fused kernel has twice as many rows.
+# Up to this many tokens of a sequence, a block of Megatron's fused softmax kernel handles 8 rows of
+# scores; in longer sequences 4.
 _SHORT = 128
 
 

@@ -287,10 +287,11 @@ def _layers_built(
     vars(settings).update(per_stage[0].settings)
     model = describe(settings, rows)
     symbols = model.layers
-    # A hybrid model's layer types are unknown to its TransformerConfig.
+    # The TransformerConfig of a hybrid model does not give the types of its layers.
     if any(size.symbols for size in per_stage):
         symbols = tuple("".join(size.symbols for size in per_stage))
-    # Another number of layers was built than the config describes, and all are of one type.
+    # The chunks have more or fewer layers than the config describes, but all layers are of one
+    # type.
     elif sum(counts) != len(symbols) and len(set(symbols)) == 1:
         symbols = symbols[:1] * sum(counts)
     if sum(counts) != len(symbols) or not _are_known(symbols):

@@ -11,7 +11,7 @@ LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
 LAYOUT = "pipeline_model_parallel_layout"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-# Argument with the layers of a hybrid model, which ignores the other arguments of this file.
+# Argument with the layers of a hybrid model. Such a model ignores the layout arguments above.
 PATTERN = "hybrid_layer_pattern"
 
 VIRTUAL_STAGES = (LAYERS_OF_CHUNK, CHUNKS, LAYOUT)

@@ -27,8 +27,9 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-# Bytes of a quantized weight: its matrix is stored twice, by rows and by columns, for the products
-# of both passes, with a scale for 32 elements, for 128 x 128 or for 16.
+# Bytes of a quantized weight by recipe. Its matrix is stored twice, by rows and by columns, for the
+# products of both passes. One scale belongs to 32 elements (MXFP8), to 128 x 128 elements
+# (blockwise FP8) or to 16 elements (FP4).
 _QUANTIZED = {
     "mxfp8": 2 * (1 + 1 / 32),
     "blockwise": 2 * (1 + 4 / 128**2),

@@ -134,7 +134,8 @@ def chunk_size(chunk: torch.nn.Module) -> ChunkSize:
     model = language_model(chunk)
     output_layer = find_output_layer(chunk)
     rows = getattr(output_layer, "output_size_per_partition", 0)
-    # Without an output layer the rows come from the partitioned embedding, which has as many.
+    # If the chunk has no output layer, the number of vocabulary rows comes from the partitioned
+    # embedding, which has as many.
     if rows == 0:
         rows = max(getattr(module, "output_rows", 0) for module in chunk.modules())
     wrapped: Any = chunk

@@ -167,7 +167,7 @@ class Programs:
         # Schedules that searches found, by the key `_but_for_length`.
         self._found: dict[tuple[str, str], Schedule] = {}
         self._has_told_of_others = False
-        self._run = ""  # prefix of keys in torch's store that no other run uses
+        self._run = ""  # prefix of this run's keys in torch's store, which no other run uses
         self._has_compared = False  # whether the programs were compared across all ranks
         self._measured: set[BatchShape] = set()  # shapes whose costs were measured
         # Shapes with new costs whose new program has not run yet.
@@ -596,8 +596,8 @@ class Programs:
         program = made_here[0] if made_here else prove_built(schedule, problem)
         refuse_order(config, program.schedule)
         key = self._key_of(program, config, shape)
-        # The count is part of the key under which ranks compare digests, so the new program gets a
-        # new key.
+        # The count is part of the key under which ranks compare digests, so each new program of a
+        # shape gets a new key.
         self._times_set[shape] += 1
         self._compare(program.digest, key, pipeline)
         self._for_places[key] = program

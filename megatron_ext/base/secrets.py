@@ -15,12 +15,12 @@ from typing import Any
 _NAME = r"(?<![\w./-])((?:--?)?[A-Za-z_][\w.-]*?(?:key|token|secret|password))(?![\w.-])"
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&|\"'()]*)"
 _WORD = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
-# Key=value within a word, as in a list or in an address.
+# Pattern of a secret that is written as key=value within a word, as in a list or in an address.
 _INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)
 # Pattern of secrets within a shell command, where a flag and its value are parts of one word.
 _IN_SHELL = re.compile(rf"{_NAME}(=|\s+(?!-)){_VALUE}", re.IGNORECASE)
-# Flags of tokens that are no secrets, since a tokenizer puts them into texts: --fim-prefix-token,
-# --eos-token.
+# Pattern of flags whose tokens are no secrets (such as --eos-token), since a tokenizer puts these
+# tokens into texts.
 _OF_TEXTS = re.compile(
     r"[-_.](?:bos|eos|eod|pad|unk|sep|cls|mask|prefix|middle|suffix|image)[-_]token$",
     re.IGNORECASE,

@@ -26,7 +26,7 @@ from megatron_ext.config import (
 from megatron_ext.schedule.problem import ScheduleOptions
 
 _PREFIX = "--pipeline-"
-_PAIRS = "pairs"  # name of the schedule option that no setting of megatron_ext requests
+_PAIRS = "pairs"  # name of the only schedule option that no setting of megatron_ext requests
 _OVERLAP_HELP = (
     "Overlap the forward pass of one microbatch with the backward pass of another, so that each "
     "hides the other's all-to-all. overlap_saving= in --costs is the time that a pair saves. "

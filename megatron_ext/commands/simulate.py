@@ -396,7 +396,8 @@ def _check_options(
             "passes of vocabulary parallelism, which are added a second time when the table is "
             f"read: drop --csv or {option('vocab_parallel')}"
         )
-    # The oldest typer that setup.py allows lets nan through: it is beyond neither end.
+    # The oldest typer that setup.py allows accepts nan, which is neither below the least nor above
+    # the largest permitted value.
     if certify is not None and math.isnan(certify):
         raise ValueError(f"'--certify' is {certify}: write a number of seconds up to {LONGEST:g}")
     if certify is not None and options.pairs:

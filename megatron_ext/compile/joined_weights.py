@@ -21,7 +21,7 @@ from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.schedule import Family, Schedule
 
-_TRIES = 6  # number of times that a family is asked for passes that hold less
+_TRIES = 6  # number of times that a family is asked for a schedule with lower memory
 
 
 class JoinedWeightsBuild(BuildHooks):
@@ -40,8 +40,9 @@ class JoinedWeightsBuild(BuildHooks):
                 "such as zb-h1, or drop --pipeline-join-slice-weights"
             )
         options = problem.options
-        # Offload reloads the inputs of weights for each W, and a joined W needs those of all slices
-        # until its end. The choice of recomputed activations assumes that each slice has its own W.
+        # These options do not go with joined W. Offload reloads the inputs of weights for each W,
+        # but a joined W needs those of all slices until its end. Recompute fit assumes that each
+        # slice has its own W.
         for is_given, what in (
             (options.activation_offload is not Offload.NONE, "offload of activations"),
             (options.recompute.fit, "recompute fit"),

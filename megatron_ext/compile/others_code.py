@@ -81,7 +81,7 @@ def _line_of(error: BaseException, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-# Derived from BaseException, since the interrupted code may catch every Exception.
+# This exception derives from BaseException, since the interrupted code may catch every Exception.
 class _TimeIsUp(BaseException):
     pass
 

@@ -149,7 +149,7 @@ def with_input_gradient(costs: Costs) -> Costs:
 
 
 def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-    # Rounding may make the difference slightly negative.
+    # Rounding may make the remaining time or memory of the last stage slightly negative.
     return (*figures[:-1], max(figures[-1] + more, 0.0))
 
 

@@ -27,7 +27,8 @@ class OverlapBuild(BuildHooks):
 
     @override
     def is_on(self, problem: Problem) -> bool:
-        return True  # a schedule with overlapped passes loses them if they are not requested
+        # always on: overlapped passes that are not requested are removed from the schedule
+        return True
 
     @override
     def check(self, resolved: ResolvedSpec, problem: Problem) -> None:

@@ -75,7 +75,8 @@ def _shortest(construction: Construction) -> Program:
     """
     resolved, problem = construction.resolved, construction.problem
     if resolved.traits.searches and problem.slices.count > 1:
-        # Without this line each tried limit would start a search.
+        # The family's search is switched off here, since otherwise each tried limit would start a
+        # search.
         resolved = resolved.without_search
     programs, refusals = _programs(construction.of(resolved, problem))
     if programs:

@@ -473,7 +473,8 @@ def _import_family(path: Path) -> FamilyEntry:
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
-    # Registers the families of megatron_ext first, so that they do not count as the file's.
+    # This call registers the families of megatron_ext first, so that they do not count as the
+    # file's.
     entries()
     # Dataclasses and pickle need a module in which to find the file's classes.
     module = types.ModuleType(str(path))

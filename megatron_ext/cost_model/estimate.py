@@ -129,10 +129,10 @@ def _of_microbatch(
     return costs.with_host(copies, copies)
 
 
-# Shares by which F, and the backward pass, of Megatron's layers take longer while collectives of
-# vocabulary parallelism run: from stage times of its authors on eight A100s (measured.csv of
-# scripts/evaluation, rows 578 to 593, in view: 6.5 to 8.9 % and 4.6 to 7.2 %).
-# Other GPUs are assumed to have the same shares.
+# Shares by which the forward pass, and the backward pass, of Megatron's layers take longer while
+# collectives of vocabulary parallelism run. They come from stage times of the method's authors on
+# eight A100s (6.5 to 8.9 % and 4.6 to 7.2 %: rows 578 to 593 of measured.csv in
+# scripts/evaluation). Other GPUs are assumed to have the same shares.
 CONTENTION = 0.077, 0.060
 # Bytes of a logit that a shard reads and writes to correct its softmax by the sums of other shards
 # (megatron/core/tensor_parallel/vocab_output.py of the same authors).

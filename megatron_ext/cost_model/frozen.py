@@ -53,8 +53,8 @@ def without_frozen(
         shared(layers.passes.fused_backward_saving) if layers.passes.fused_backward_saving else ()
     )
     overlap_saving = dict(costs.overlap.savings)
-    # B has become shorter by the frozen weights' W, and may hide no more of a forward pass than I
-    # does.
+    # The savings of overlaps with B are dropped: without the W of the frozen weights B is shorter,
+    # and may hide no more of a forward pass than I does.
     overlap_saving.pop(Kind.FULL_BACKWARD, None)
     changed = replace(
         layers.with_passes(

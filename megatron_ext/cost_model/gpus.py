@@ -53,8 +53,9 @@ class DataSheet:
     source: str
 
 
-# Share of the tensor cores' rate in 8 bits that products reach. On an H200 estimated over measured
-# seconds of 96 products are 1.06 in the middle (docs/measurements.md).
+# Share of the tensor cores' rate in 8 bits that matrix products reach. With this share the
+# estimated seconds of 96 products on an H200 are 1.06 times the measured ones in the median
+# (docs/measurements.md).
 _EIGHTS = 0.58
 
 
@@ -109,20 +110,21 @@ ACHIEVED = Achieved()
 # bytes a clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
 # Architecture, 2020). Other GPUs are assumed to have the same ratio.
 OPERANDS = 5120 * 1.41e9 / 312e12
-# Random numbers per second that PyTorch's dropout draws on one SM of an A100: 1.0e11 on all, by F
-# of the zero-bubble paper's 1.5B model (measured.csv of scripts/evaluation, rows 572 to 574, in
-# view). F of its 14.6B model is then 0.94 of the measured. Other GPUs are assumed to have the same.
+# Random numbers per second that PyTorch's dropout draws on one SM of an A100: 1.0e11 on all 108,
+# according to F of the zero-bubble paper's 1.5B model (rows 572 to 574 of measured.csv in
+# scripts/evaluation). With this rate the estimated F of its 14.6B model is 0.94 of the measured
+# one. Other GPUs are assumed to draw as fast.
 DRAWN = 1.0e11 / 108
-# Times as long as with one scale for a tensor that weight gradients take in MXFP8, with the casts
-# for them: operands are cast a second time, along the other dimension, with scales of their own. By
-# fine-tuning of Llama 3 70B on GB200 (measured.csv of scripts/evaluation, rows 25 and 26, in view);
-# LoRA, without weight gradients, takes as long (rows 28 and 29). The ratio of rows 424 and 425 is
-# then within 1 %.
+# Factor on the seconds of weight gradients' products in MXFP8, relative to one scale for a tensor.
+# It includes casts: operands are cast a second time, along the other dimension, with scales of
+# their own. The factor comes from fine-tuning of Llama 3 70B on GB200 (rows 25 and 26 of
+# measured.csv in scripts/evaluation); LoRA, without weight gradients, takes as long in both formats
+# (rows 28 and 29). With the factor the ratio of rows 424 and 425 is predicted within 1 %.
 MXFP8_WEIGHTS = 1.3
-# Shares of the time of experts' `alltoall` messages that overlap within pairs before Blackwell (on
-# GPUs without fp4, AMD's too), with many hardware queues and with one, in which a message blocks
-# the passes issued behind it. Megatron-LM #6311 on 64 H100s, with CUDA_DEVICE_MAX_CONNECTIONS of 32
-# and 1 (measured.csv of scripts/evaluation, rows 331 and 332, in view).
+# Shares of the time of experts' `alltoall` messages that overlapped passes hide on GPUs before
+# Blackwell (on GPUs without fp4, AMD's too), with many hardware queues and with one queue, in which
+# a message blocks the passes issued behind it. They come from Megatron-LM #6311 on 64 H100s, with
+# CUDA_DEVICE_MAX_CONNECTIONS of 32 and 1 (rows 331 and 332 of measured.csv in scripts/evaluation).
 OVERLAP, OVERLAP_IN_ONE_QUEUE = 1 / 3, 1 / 6
 # Seconds from one kernel to the next if the host has launched both ahead: 3.8 us for a kernel of
 # 2.9 us (https://developer.nvidia.com/blog/cuda-graphs/).

@@ -24,7 +24,8 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
         stride: number of ranks from one pipeline rank to the next.
     """
     remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
-    # No messages, or a launch with fewer ranks than its pipeline needs.
+    # Costs stay unchanged if no stage sends messages to another rank, or if the launch has fewer
+    # ranks than its pipeline needs.
     if not remote or not costs.links.message_bytes or stride < 1:
         return costs
     seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]

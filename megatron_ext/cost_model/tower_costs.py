@@ -50,7 +50,7 @@ def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
     if trained is TowerTraining.ALL:
         held, _ = held_of_stage(model, Stage(model.layers), run)
     if trained is not TowerTraining.NOTHING:
-        # Both matrices of the projector have an input of this width.
+        # Sum of the widths of the inputs of the projector's two matrices, which are equally wide.
         width = 2 * tower.merged * tower.hidden_size
         held += tower.projectors * _joined_tokens(tower, run) * width * run.element_bytes
     return TowerCosts((totals[0], totals[1], totals[2]), held)

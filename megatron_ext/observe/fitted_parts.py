@@ -27,7 +27,8 @@ _DISTINGUISHABLE = 0.02  # singular values below this share of the largest one a
 # its scale.
 _UNSEEN = 0.05
 _COUNTS = 0.01  # model parts below this share of all stages are not reported as in doubt
-DOUBT = 2.0  # factor by which a part that no stage tells apart from other parts may differ
+# factor by which the seconds of a part may be wrong if no stage tells it apart from others
+DOUBT = 2.0
 
 
 @dataclass(frozen=True)

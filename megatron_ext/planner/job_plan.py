@@ -225,7 +225,8 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
     unequal = None
-    # This comparison takes only seconds, so it runs even if the planning time is over.
+    # The comparison of orders for unequal microbatches takes only seconds, so it runs even if the
+    # planning time is over.
     if taken is not None and loads is not None:
         assert job.batch is not None
         unequal = unequal_gains(loads, job.batch, taken, written, job.refusal_of)

@@ -190,7 +190,7 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
             plan.is_interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_running and left() > 0:
-            # On a busy machine the timer counts ahead of the CPU seconds: 62 ms of 400 were
+            # On a busy machine the timer may run ahead of the CPU seconds: by 62 ms in 400 ms, as
             # measured.
             signal.setitimer(signal.ITIMER_PROF, max(left(), _SOON), _REPEAT)
         elif frame is not None and _COMPILER in frame.f_code.co_filename:

@@ -77,7 +77,7 @@ def schedules_not_compared(plan: Plan) -> str:
     Schedules with the same reason stand together.
     """
     return "; ".join(
-        # The part behind the semicolon says what to write, and is dropped here.
+        # The part of a refusal behind the semicolon says what to write, and is dropped here.
         f"{', '.join(specs)} ({why.partition(';')[0]})"
         for why, specs in _refused_alike(plan).items()
     )

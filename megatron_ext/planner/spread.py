@@ -40,9 +40,10 @@ class ErrorSpread:
     source: str
 
 
-# A divided vocabulary and the overlap have the spreads from before constants were taken from these
-# rows or from stage times of the same trainings, by which they would be 4.7 % and 1.0 %; and the
-# schedule that from before zb-h2's rows were found to be ZB-2p's, by which it would be 1.9 %.
+# The spreads of VOCABULARY and OVERLAP were computed before constants were taken from the same
+# rows, or from stage times of the same trainings; computed today they would be 4.7 % and 1.0 %. The
+# spread of SCHEDULES is from before the paper's rows named zb-h2 were found to be ZB-2p's; computed
+# today it would be 1.9 %.
 SPREADS: Mapping[ComparisonKind, ErrorSpread] = {
     ComparisonKind.SCHEDULES: ErrorSpread(0.053, 36, "zero-bubble paper, A100"),
     ComparisonKind.LAYOUTS: ErrorSpread(0.030, 5, "vocabulary parallelism, A100"),

@@ -46,7 +46,7 @@ def write_costs(
         OSError: the file cannot be written.
     """
     program = prepared.program
-    # The estimate is that of the costs before the vocabulary was partitioned.
+    # The estimate is computed from the costs before the vocabulary was partitioned.
     estimate = prepared.costs.unpartitioned or prepared.costs
     ranks = [
         figures

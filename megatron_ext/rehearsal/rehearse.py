@@ -66,7 +66,8 @@ _IMPORTS, _FORK = 20.0, 9.0
 CTAS_BETWEEN_NODES, CTAS_OF_NVLINK = 2, 32
 
 _ENVIRONMENT = {
-    # Value that torchrun sets if a node has several ranks, unless the user has set the variable.
+    # OMP_NUM_THREADS is 1, as torchrun sets it if a node has several ranks, unless the user has set
+    # the variable.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     # Megatron's import makes torch look for a GPU. With this setting torch uses NVML for that, not
     # the CUDA driver, after which no process could be forked.

@@ -99,7 +99,8 @@ class _Execution:
             self.run_until_it_counts()
             for owner in self.owners:
                 owner.finish()
-            # The order matters: an interruption comes either before the step's end or after it.
+            # The step ends before other ranks' failures are checked, so that an interruption comes
+            # either before the step's end or after it.
             self.recorder.in_step = False
             self.check_others()
         except BaseException as error:

@@ -725,7 +725,7 @@ class Costs:
 
     def _with_first_stage(self, tower: TowerCosts, sign: int) -> Costs:
         def added(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-            # Rounding may make the difference slightly negative.
+            # Rounding may make the remaining time or memory of the first stage slightly negative.
             return (max(figures[0] + sign * more, 0.0), *figures[1:])
 
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -746,7 +746,8 @@ class Costs:
         recompute = recompute and added(recompute, tower.seconds[0])
         changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
         attention = self.slices.attention
-        # A share of F without the embedding, whose time is no part of it.
+        # Attention's share is relative to F without the embedding, to whose time the share does not
+        # apply.
         before, after = (
             costs.without_vocabulary().seconds[Kind.FORWARD][0] for costs in (self, changed)
         )
@@ -841,7 +842,8 @@ class Costs:
             more = [0.0] * len(figures)
             more[0] += sign * first
             more[-1] += sign * last
-            # Rounding may make the difference slightly negative.
+            # Rounding may make the remaining time or memory of the first or last stage slightly
+            # negative.
             return tuple(max(a + b, 0.0) for a, b in zip(figures, more, strict=True))
 
         held = self.held_bytes

@@ -47,7 +47,7 @@ class Offload(enum.StrEnum):
     """Choices of the activations that are offloaded to host memory (Wan et al. 2025)."""
 
     NONE = "none"
-    # Activations of the half of a rank's chunks that stores them longer are offloaded.
+    # Half of each rank's chunks are offloaded: those whose activations are stored longer.
     HALF = "half"
     FULL = "full"  # as many activations are offloaded as the host link carries without delay
     FIT = "fit"  # as few activations are offloaded as the memory limit permits

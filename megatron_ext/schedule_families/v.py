@@ -101,8 +101,9 @@ def v_half(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 3 if p % 2 == 0 else 0
     block = {
-        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),  # F0, F1
-        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),  # B0, B1
+        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),  # F of chunks 0 and 1
+        # I of chunks 0 and 1
+        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
     }
     return _from_block("v-half", problem, block, peak=(p + 2) // 2)
 
@@ -132,8 +133,9 @@ def v_min(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 2 if p % 3 == 0 else 0
     block = {
-        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),  # F0, F1
-        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),  # B0, B1
+        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),  # F of chunks 0 and 1
+        # I of chunks 0 and 1
+        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
     }
     return _from_block("v-min", problem, block, peak=(p + 4) // 3)
 

@@ -61,7 +61,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     last_weight = weight_gradient[0] - saving[0] if splits_backward else 0.0
 
     outward_trip = sum(forward) + sum(p2p_seconds)
-    # A microbatch's way through all stages and back.
+    # Lower bound of the time of one microbatch, which passes all stages forward and back.
     bound = outward_trip + sum(backward) + sum(p2p_seconds) + last_weight
     for rank, row in enumerate(placement.stages_of):
         first, last = row[0], row[-1]

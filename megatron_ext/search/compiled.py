@@ -460,7 +460,8 @@ def _pop(heap: Int64s, entries: int) -> int:
     """Remove the first entry of the heap of ready passes; return the new number of entries."""
     entries -= 1
     place, below = 0, 2
-    # The last entry mostly belongs far below, so the hole is moved down first.
+    # The heap's last entry mostly belongs near the bottom, so the hole is moved down before the
+    # entry is put into it.
     while below < entries:
         below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]

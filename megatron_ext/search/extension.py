@@ -75,7 +75,7 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
     def packed(columns: Starts, later: Starts) -> tuple[Packers, Packed]:
         shop = job_shop_of(problem, None if recomputed is None else recomputed[:, columns])
-        # Packers that need no numba, which may not be loaded yet.
+        # The plan is packed by packers that need no numba, which may not be loaded yet.
         packers = packers_of(shop, packer)
         return packers, packers.justified(starts[:, columns] + later)
 

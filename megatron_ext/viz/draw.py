@@ -220,7 +220,7 @@ def _add_boxes(axes: Axes, boxes: Sequence[PassBox], **look: Any) -> None:
         for y, half, start, end in boxes
     ]
     shape = path.Path.make_compound_path_from_polys(np.array(corners))
-    # Thin lines, since numbers stand on the hatching.
+    # The hatching has thin lines, since numbers stand on it.
     with matplotlib.rc_context({"hatch.linewidth": 0.5}):
         axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
 

@@ -20,8 +20,9 @@ import torch
 
 from megatron_ext.base.words import bytes_text
 
-# Limits for reading one pickle. A checkpoint with a larger or slower one is not judged. The index
-# of a trillion parameters on thousands of ranks has some hundred MiB.
+# Limits for reading one pickle. A checkpoint whose pickle is larger, or takes longer, is not
+# judged. The pickled index of a model with a trillion parameters on thousands of ranks has some
+# hundred MiB.
 SECONDS = 20.0
 LARGEST = 2**30  # largest pickle in bytes
 

@@ -17,7 +17,7 @@ from megatron_ext.base.words import bytes_text
 
 _CONFIG, _INDEX, _COMMON = "metadata.json", ".metadata", "common.pt"
 _COMMON_KEY = "common_state"
-_LARGEST_COMMON = 2**28  # largest common state file in bytes; Megatron's has some ten thousand
+_LARGEST_COMMON = 2**28  # largest common.pt in bytes; Megatron's files have about 10,000
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from megatron_ext.schedule.problem import ScheduleOptions
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"
-DELAY = "delay_wgrad_compute"  # argument of Megatron that requires the setting above
+# argument of Megatron that requires --overlap-moe-expert-parallel-comm
+DELAY = "delay_wgrad_compute"
 
 
 def requests_pairs(settings: Any) -> bool:

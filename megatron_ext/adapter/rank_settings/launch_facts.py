@@ -88,16 +88,17 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
         for setting in fields(config)
     }
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
-    # The variable is compared because with it the first training step runs also under Megatron's
-    # own function, on all ranks or on none.
+    # The variable MEGATRON_EXT_ALLOW_UNKNOWN is compared because with it the first training step
+    # runs also under Megatron's own function, on all ranks or on none.
     allowed = os.environ.get(ALLOW_UNKNOWN, "").strip()
     facts[ALLOW_UNKNOWN] = Fact("given" if allowed else "not given")
     versions = {
-        # The package is read from sys.modules, since megatron_ext itself imports this module.
+        # The version of megatron_ext is read from sys.modules, since the package itself imports
+        # this module.
         "megatron_ext": sys.modules["megatron_ext"].__version__,
-        # The version is compared without the git commit behind "+", which each rank reads when it
-        # starts: the commit may change meanwhile, and a node may have no git. Patched functions are
-        # compared by their source.
+        # Megatron's version is compared without the git commit behind "+", which each rank reads
+        # when it starts: the commit may change meanwhile, and a node may have no git. Patched
+        # functions are compared by their source.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "torch": torch.__version__,
     }

@@ -30,8 +30,8 @@ PACKED = (
 _ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
 
-# List of the running microbatch that is not empty once `cut_by_slices` has split its batch over the
-# context-parallel ranks.
+# List that is stored for the running microbatch. It gets an entry when `cut_by_slices` splits the
+# batch over the context-parallel ranks; if it stays empty, other code has split the batch.
 _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
 
 

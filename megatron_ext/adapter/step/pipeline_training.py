@@ -241,7 +241,8 @@ class PipelineTraining:
         with self._heard_if_it_fails("the check of a model"):
             for feature in hooks:
                 feature.check_models(call)
-            # Token shifts of the first model were connected with the ranks.
+            # The token shifts of the first model were connected together with the ranks, so only
+            # those of later models are connected here.
             if self._connections is not None:
                 connect_token_shifts(call.models, call.groups.cp)
         self._checked.add(call.models[0])

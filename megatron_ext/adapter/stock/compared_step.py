@@ -276,7 +276,8 @@ class _State:
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
             for group in _bucket_groups(model):
-                # For any later batch Megatron expects the counts of gradients of its own step.
+                # The step counts as a first batch, since for later batches Megatron expects as many
+                # gradients of each parameter as its own step had.
                 group.is_first_batch = True
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker.clear()

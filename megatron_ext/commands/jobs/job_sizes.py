@@ -24,7 +24,7 @@ _EXAMPLE = (
 )
 # Options that a plan of sizes chooses itself, or that its recommendation could not contain.
 _CHOSEN = ("p2p", "vocab_parallel", "activation_offload", "recompute")
-# Settings that options of plan have, under the same name.
+# Settings that are also options of the command plan, under the same names.
 _OPTIONS = ("memory_limit", "costs", "rank_speeds")
 _TAKEN = tuple(name for name in SCHEDULE_SETTINGS if name not in _CHOSEN)
 

@@ -366,8 +366,8 @@ def build_graph(
     blockers = blocking_actions(arrays, device)
     waits.add(nodes, blockers)
     if device is not Device.ONE_QUEUE:
-        # With a single queue these dependencies hold already, since the needed actions come earlier
-        # in the row.
+        # On a device with a single queue the dependencies below hold already, since the needed
+        # action comes earlier in the row.
         waits.add(nodes, _before_in_queue(arrays, placement))
         if device is Device.WAITS_AT_PASSES:
             waits.add(*_waited_for_at_passes(arrays))

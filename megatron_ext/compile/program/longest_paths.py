@@ -44,8 +44,8 @@ class Precedence:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
         after = self.before.inverse
-        # memoryview objects are used, since lists of these numbers would take as much memory as all
-        # actions.
+        # The arrays are read as memoryview objects, since Python lists of the same numbers would
+        # take as much memory as all actions.
         bounds, later = memoryview(after.bounds), memoryview(after.nodes)
         order = [node for node, count in enumerate(waiting) if not count]
         for node in order:  # the loop also reaches the nodes that it appends to this list

@@ -94,7 +94,7 @@ class Program:
 
     schedule: Schedule
     problem: Problem
-    # An InitVar, since `dataclasses.replace` would copy a field and so skip the proof.
+    # The seal is an InitVar, since `dataclasses.replace` would copy a field and so skip the proof.
     seal: InitVar[object]
     known_order: Ints | None = field(default=None, repr=False, compare=False)
 

@@ -31,7 +31,7 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.F
 # Share of the shorter of two overlapped passes that the overlap saves, if the costs do not give it.
 _ASSUMED = 0.25
 _TOLERANCE = 1e-9  # relative rounding error of a sum of costs
-_TOLD_BY = 4  # number of microbatches per rank with which a step has all its phases
+_TOLD_BY = 4  # number of microbatches per rank from which on a step has all its phases
 
 
 class _Policy(NamedTuple):
@@ -201,7 +201,8 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            # Other entries are outdated: the rank's turn was queued anew at another time.
+            # A queue entry with another start is outdated: the rank's turn was queued anew at that
+            # other time.
             if start == at:
                 self.play(number, start, passes)
         for rank in self.ranks:

@@ -15,8 +15,8 @@ Array = NDArray[np.float64]
 
 # Singular values below this share of the largest one are taken for noise.
 _LEAST_SINGULAR_VALUE = 0.02
-# Least entry of a part in a direction that no measured sum depends on; parts with smaller entries
-# do not belong to the direction.
+# A model part belongs to a direction that no measured sum depends on if its entry in the direction
+# is at least this large.
 _TOGETHER = 0.05
 # Least share of a part in some measured sum; the sums tell nothing about smaller parts.
 _LEAST_SHARE = 0.01

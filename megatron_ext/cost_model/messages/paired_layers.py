@@ -46,7 +46,8 @@ class PairedLayer:
         weights = other.weight_gradient if with_weights else 0.0
         in_forward = min(share * self.forward_messages, other.input_gradient + weights)
         in_backward = min(share * other.input_gradient_messages, self.forward + weights)
-        # W counts in both terms, so their sum is bounded by the computation of both passes.
+        # W may be counted in both terms, so their sum is limited to the computing time of both
+        # passes.
         return min(in_forward + in_backward, self.forward + other.input_gradient + weights)
 
 

@@ -125,7 +125,7 @@ def _activation(
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
-        times = (5, 9)  # two kernels: silu, and its product with the gate
+        times = (5, 9)  # reads and writes of two kernels: silu, and its product with the gate
     return passing_over("activation", elements, times, execution, modules)
 
 

@@ -56,8 +56,8 @@ class SplitReport(StepObserver[Step]):
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
-        # The condition depends on settings only, so that all ranks report the same step, even a
-        # rank without layers.
+        # With CUDA graphs the report waits for the end of the warm-up. This depends on settings
+        # only, so that all ranks report the same step, even a rank without layers.
         if captures(step.call.config):
             is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
         self._begun += 1

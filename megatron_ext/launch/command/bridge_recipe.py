@@ -163,7 +163,7 @@ def _arguments(config: Any) -> _Arguments:
     for part in _PARTS:
         if (settings := getattr(config, part, None)) is not None:
             arguments.take(part, vars(settings), _NAMES)
-    # Megatron-Bridge requires this setting in one of the two parts.
+    # A recipe may give each of these two settings in one of its parts, optimizer or ddp.
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         parts = (config.optimizer, config.ddp)
         arguments.values[name] = any(getattr(part, name, False) for part in parts)
@@ -185,12 +185,13 @@ def _arguments(config: Any) -> _Arguments:
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
     values |= _derived(config, values)
-    # Without a GPU Bridge switches off a fusion whose kernels are missing.
+    # Without a GPU Bridge switches off the fusion of gradient accumulation, whose kernels are
+    # missing, so the recipe's value says nothing about a launch on GPUs.
     if not torch.cuda.is_available():
         values.pop("gradient_accumulation_fusion", None)
     if values.get("cross_entropy_fusion_impl") == "te":
-        # pretrain_gpt.py refuses this setting. Without it the model computes the same in as much
-        # memory.
+        # pretrain_gpt.py refuses Transformer Engine's fused cross entropy. Megatron's native one
+        # computes the same in as much memory.
         values["cross_entropy_fusion_impl"] = "native"
     parser = megatron_arguments.parser()
     known = {action.dest: action for action in parser._actions}
@@ -237,7 +238,8 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
         arguments.fields[_NAMES.get(name, name)] = f"comm_overlap.{name}"
     if values.get("tensor_model_parallel_size", 1) < 2 or not values.get("sequence_parallel"):
         values["tp_comm_overlap"] = False
-    # In Megatron's arguments this name is the path of a file.
+    # Megatron's argument tp_comm_overlap_cfg is the path of a file, which Bridge's field of the
+    # same name is not.
     values.pop("tp_comm_overlap_cfg", None)
 
 

@@ -40,7 +40,7 @@ from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.written_settings import add_flags
 
-# Fusions for whose kernels Megatron searches Transformer Engine.
+# Fusions for which Megatron looks for kernels in Transformer Engine.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 
 # Types of arguments whose text Megatron evaluates as a Python expression.
@@ -182,8 +182,8 @@ def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
         if value is not None:
             setattr(args, name, _converted(actions[name], value))
     if values.get("num_query_groups") and "group_query_attention" not in values:
-        # A Bridge config lacks the flag for query groups, so it is set if the config has query
-        # groups.
+        # A Bridge config has no field group_query_attention, so the argument is set here if the
+        # config has query groups.
         args.group_query_attention = not args.multi_latent_attention
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length

@@ -19,8 +19,8 @@ from megatron_ext.base.words import has_similar_words, is_opposite, meant_by
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch.command.script_texts import ScriptTexts
 
-# Flags of older versions of Megatron, and what replaces them today. (--num-experts is a flag of
-# Megatron-DeepSpeed, --recompute-* replaced the other one in Megatron-LM 3.0, --fp8-format in 0.5.)
+# Flags of older versions of Megatron and of Megatron-DeepSpeed, and what replaces them today.
+# (Megatron-LM has --recompute-granularity and the like since 3.0, and --fp8-format since 0.5.)
 RENAMED = {
     "--activations-checkpoint-granularity": "--recompute-granularity",
     "--activations-checkpoint-method": "--recompute-method",

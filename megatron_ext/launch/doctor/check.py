@@ -352,11 +352,13 @@ def _check_arguments(
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
         is_stocks = config.schedule is None or config.resolved_spec.example.chunks == 1
-        # With a schedule of megatron_ext such a mask is refused.
+        # This remark is for Megatron's own schedule: with a schedule of megatron_ext a launch whose
+        # documents mix is refused.
         if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
         if is_assumed:
-            args.padded_vocab_size = None  # a checkpoint is not judged by an assumption
+            # a checkpoint is not judged by an assumed vocabulary size
+            args.padded_vocab_size = None
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 
 

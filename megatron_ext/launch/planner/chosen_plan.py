@@ -31,7 +31,7 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
         RuntimeError: the rank that chooses has died, or failed for another reason.
     """
     try:
-        # This import brings torch and Megatron.
+        # This import also imports torch and Megatron.
         from megatron_ext.launch.planner.launch_choice import choose_for
     except ImportError as error:
         raise ValueError(

@@ -29,11 +29,11 @@ _CHOSEN = (
     *("slices", "slice_lengths", "join_slice_weights", "post_validation"),
 )
 
-# Blanks at the end of a text, with ends of lines that go on.
+# Pattern of the blanks at the end of a text, and of the backslashes with which its lines go on.
 _BLANKS_AT_END = re.compile(r"(?:[ \t]|\\\n)*\Z")
 
-# Flags that act only on a schedule of megatron_ext; they are dropped together with
-# --pipeline-schedule.
+# Flags that act only on a schedule of megatron_ext. If --pipeline-schedule is dropped from a
+# command, these flags are dropped too.
 _FOR_A_SCHEDULE = tuple(
     flag(setting.name) for setting in fields(PipelineConfig) if not is_on_stock(setting)
 )

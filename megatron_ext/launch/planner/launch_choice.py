@@ -105,8 +105,8 @@ def choose_for(
     with silently():  # Megatron repeats its messages when arguments are validated again
         tokens = megatron_arguments.count_tokens(args, may_run_code=may_run_code)
         if not given and tokens is None and args.padded_vocab_size is None:
-            # The number of tokens is unknown, so nothing tells whether vocabulary parallelism saves
-            # time.
+            # The number of tokens in the vocabulary is unknown, so nothing tells whether vocabulary
+            # parallelism saves time.
             methods &= {VocabMethod.NAIVE}
         variants = LaunchVariants(
             args,

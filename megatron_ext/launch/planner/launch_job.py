@@ -357,6 +357,6 @@ def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         config = replace(config, schedule=str(variants.launch_schedule))
     with megatron_arguments.one_connection(args):
         args = megatron_arguments.validate(args, config, variants.world_size)
-    # A checkpoint is not judged by an assumption.
+    # A checkpoint is not judged by an assumed vocabulary size.
     settle_vocabulary(args, config, None if parsed.assumes_tokens else variants.tokens)
     yield str(megatron_arguments.judge_checkpoint(args, config, flag))

@@ -82,7 +82,7 @@ class LaunchVariants:
         stock = stock_executor(self.args)
         problem = run_by_stock(problems(args, config)[0], spec, stock)
         if is_cut:
-            # Raises ValueError if the sequence cannot be cut.
+            # This call raises ValueError if the sequence cannot be cut into slices.
             lengths_in(problem, args, args.seq_length)
         model = None
         if problem.costs.held_bytes is not None:

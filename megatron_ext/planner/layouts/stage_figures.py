@@ -188,13 +188,14 @@ class StageFigures:
         return self._row_of[stage]
 
     def _figures(self, stage: Stage) -> Floats:
-        # A second stage is described, too, since costs of no layers would be zero.
+        # A second stage with one layer is described together with this stage, since a model without
+        # layers would have no costs.
         companion = Stage(self.work.model.layers[:1])
         figures = figures_of_stage(self.work.costs_of((companion, stage), line(2), 1), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
-        # The description has a second stage, since a pipeline of one rank would have no
-        # communicator.
+        # With several ranks the bytes are those of both stages' pipeline, since a pipeline of one
+        # rank would have no communicator.
         stages = (stage,) if self.work.ranks == 1 else (companion, stage)
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.stored

@@ -181,7 +181,8 @@ class Estimator:
         Temporary tensors are not included.
         """
         state = self._of_types.state_of(sizes)
-        # A launch with these parallel sizes has the same number of parameters.
+        # A launch with one pipeline rank, one context-parallel rank and a micro-batch size of 1 has
+        # the same parameters on each tensor-parallel rank.
         like = replace(sizes, pipeline=1, context=1, micro_batch=1)
         layer, first, last = self._parts(like, state)
         ends = first + last if sizes.pipeline == 1 else max(first, last, key=sum)

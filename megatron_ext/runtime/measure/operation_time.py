@@ -27,8 +27,8 @@ def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float
     """
     try:
         return _product_seconds(shape, in_fp8)
-    # Errors of a size: out of memory (torch.OutOfMemoryError is a RuntimeError), or a shape that
-    # 8-bit products do not support.
+    # A RuntimeError means that this size cannot be timed: memory is too small
+    # (torch.OutOfMemoryError is a RuntimeError), or 8-bit products do not support the shape.
     except RuntimeError:
         return None
 

@@ -68,7 +68,7 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
     Raises PeerFailure if another rank has failed, or does not come within the group's timeout.
     """
     store, position = store_of_all(), recorder.position
-    if store is None:  # without a store there is only one rank
+    if store is None:  # a job of one rank has no store
         return
     assert position is not None
     of_group = dist.get_process_group_ranks(group)

@@ -53,7 +53,7 @@ class PeerCall:
         if not isinstance(error, RuntimeError) or isinstance(error, PeerFailure):
             return
         if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
-            return  # an error of this rank's own device, not of the peer
+            return  # the error is one of this rank's own device, not of the peer
         peers = [] if self._direction == "with" else [self._peer]
         failed, ended = recorder.why_gone(*peers)
         if failed:

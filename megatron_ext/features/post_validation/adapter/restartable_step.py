@@ -107,7 +107,7 @@ class Rereadable:
             return self._reread.popleft()
         item = next(self._iterator)
         if self._read is not None:
-            # A copy, as the code that reads a batch may change its entries.
+            # A copy of the item is stored, as the code that reads a batch may change its entries.
             self._read.append(copy.copy(item))
         return item
 

@@ -42,7 +42,7 @@ class RevertibleLrStep:
         self._scheduler.num_steps = self._num_steps
         for group, learning_rate, weight_decay in self._groups:
             if isinstance(learning_rate, torch.Tensor):
-                # Copied in place, since the optimizer refers to this tensor.
+                # The learning rate is copied in place, since the optimizer refers to this tensor.
                 group["lr"].copy_(learning_rate)
             else:
                 group["lr"] = learning_rate

@@ -27,7 +27,8 @@ def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
         # Megatron's version is compared without the commit of the git repository around it.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
-        # The package is read from sys.modules, since megatron_ext itself imports this module.
+        # The version of megatron_ext is read from sys.modules, since the package itself imports
+        # this module.
         "megatron_ext": sys.modules["megatron_ext"].__version__,
         "model": _model(call.config),
         "sizes": ", ".join([*_sizes(call), *_settings(ours)]),

@@ -85,7 +85,8 @@ class StepRace(StepObserver[Step]):
         self._programs = programs
         self._count = 0  # number of training steps so far
         self._meets = 1  # training step before which all ranks next exchange measurements
-        # Number of steps until the next exchange of measurements if no schedule is timed before.
+        # Number of steps until the next exchange of measurements, unless a schedule is timed
+        # earlier.
         self._pause = FIRST
         self._key: _Key | None = None
         self._is_steady = True  # whether all steps so far had the same sizes

@@ -218,7 +218,7 @@ def await_tables(models: Sequence[torch.nn.Module]) -> None:
     gather the parts, and the step would repeat these gathers during the passes that read them.
     """
     for part in dict.fromkeys(_parts(models)):
-        # Includes inner modules, whose parameters the rows may be computed from.
+        # The loop includes inner modules, since the rows may be computed from their parameters.
         for module in part.modules():
             for hook in filter(_waits_for_parameters, module._forward_pre_hooks.values()):
                 hook(module, ())

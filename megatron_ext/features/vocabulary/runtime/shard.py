@@ -125,7 +125,8 @@ def make_logits(
     largest = logits.amax(-1).float()
     if shard.tensor_parallel is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.tensor_parallel)
-    # The difference, and so the exponentials, are in fp32 whatever the type of the logits.
+    # The logits less their maximum, and so the exponentials, are in fp32 whatever the type of the
+    # logits.
     exponentials = (logits - largest.unsqueeze(-1)).exp_()
     of_label = logits.gather(-1, rows).squeeze(-1).float().masked_fill_(~is_here, 0.0)
     sums = torch.stack([exponentials.sum(-1), of_label])
@@ -172,8 +173,8 @@ def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Ten
     largest, total, of_label = statistics
     is_here, rows = shard.rows_of(kept.labels)
     share = kept.statistics[1] * (kept.statistics[0] - largest).exp_() / total
-    # The label's row is subtracted separately, since the difference P' W - G W of large products
-    # would be inexact.
+    # The gradient's term for the label's row is added separately, since the difference of two large
+    # products (over all rows, and over the label's) would be inexact.
     label = ((of_label - largest).exp_().div_(total) - 1.0).masked_fill_(~is_here, 0.0)
     gradient = kept.early.float() * share.unsqueeze(-1)
     gradient.addcmul_(label.unsqueeze(-1), shard.output[rows].float())

@@ -100,21 +100,20 @@ class VocabularyPasses(Owner, PipelineEnds):
         self._tokens_shape = tokens_shape
         self._recorder = recorder
         self._exchange = StepCollectives(collectives, recorder)
-        # Each of these dictionaries has tensors by microbatch. The first dictionaries have inputs
-        # of collectives.
+        # Each of these dictionaries has tensors by microbatch. Those up to `_embedding_gradients`
+        # have inputs of collectives, the others have inputs of passes.
         self._looked_up: dict[int, Tensor] = {}
         self._hidden_states: dict[int, Tensor] = {}
         self._own_statistics: dict[int, Tensor] = {}
         self._own_gradients: dict[int, Tensor] = {}
         self._loss_gradients: dict[int, Tensor] = {}
         self._embedding_gradients: dict[int, Tensor] = {}
-        # The following dictionaries have inputs of passes.
-        # Tokens of a microbatch, from the pass E to the pass EW.
+        # Tokens of each microbatch, from the pass E to the pass EW.
         self._tokens: dict[int, Tensor] = {}
-        # Logits of a microbatch, from the pass S to the pass SW.
+        # Logits of each microbatch, from the pass S to the pass SW.
         self._logits: dict[int, Logits] = {}
-        self._labels: dict[int, Tensor] = {}  # labels of a microbatch, until the pass L
-        # Softmax statistics of all ranks, for the passes L, SI and SW.
+        self._labels: dict[int, Tensor] = {}  # labels of each microbatch, until the pass L
+        # Softmax statistics of all ranks for each microbatch, for the passes L, SI and SW.
         self._statistics: dict[int, Tensor] = {}
         # Factors of the loss's gradient, from the pass L to the last stage's I or B.
         self._scales: dict[int, Tensor] = {}

@@ -206,6 +206,7 @@ def _items(name: str, text: str) -> list[str]:
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         items = ["--"]
     if any(item.startswith("-") and not _NUMBER.fullmatch(item) for item in items):
-        # Written into the command, the text would be taken for a flag.
+        # An item that begins with a dash would be taken for a flag if it were written into the
+        # command.
         raise ValueError(f"{name} {shown(text)} cannot be read as a list")
     return items

@@ -41,7 +41,7 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
     Datasets that this rank does not read are returned as None.
     """
     is_built_on_rank = builder.is_built_on_rank
-    # Megatron 0.19 and later have this setting.
+    # Megatron 0.18 has no setting inter_document_masking.
     all_stages_read = getattr(builder.config, "inter_document_masking", False)
 
     def is_read() -> bool:

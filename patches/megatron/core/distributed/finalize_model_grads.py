@@ -47,7 +47,7 @@ def sum_gradients(
     sum.
     """
     gradients = [_gradient(weight) for weight in tied_weights(model) or ()]
-    # The gradient of a frozen copy is None.
+    # A frozen copy of the embedding has the gradient None.
     copies = [gradient for gradient in gradients if gradient is not None]
     if len(copies) == 2:
         first, last = copies

@@ -49,9 +49,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             f"{_FUNCTION}.forward",
             reason="the patch of linear layers calls this function with all its arguments",
             signature=(
-                f"{_ARGUMENTS})",  # 0.18
-                f"{_ARGUMENTS}, gtp_remat_size)",  # 0.19
-                f"{_ARGUMENTS}, gtp_remat_size, output_dtype)",  # 0.20
+                f"{_ARGUMENTS})",  # Megatron 0.18
+                f"{_ARGUMENTS}, gtp_remat_size)",  # Megatron 0.19
+                f"{_ARGUMENTS}, gtp_remat_size, output_dtype)",  # Megatron 0.20
             ),
         ),
         expect(
@@ -152,7 +152,7 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
         return original(*args)
-    assert deferred is None and newer[:1] in ([], [1])  # gtp_remat_size
+    assert deferred is None and newer[:1] in ([], [1])  # gtp_remat_size is 1
     linear = _Linear(weight, fused, allreduce_dgrad, sequence_parallel, group, (*newer,))
     output: Tensor = _SplitLinear.apply(x, linear, _LEAF)
     return output if bias is None else output + bias

@@ -41,8 +41,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 model_config.account_for_loss_in_pipeline_split = False
         own_order = ranks > 1 and not is_stock_placement(resolved.place(ranks))
         if own_order and model_config.microbatch_group_size_per_vp_stage is None:
-            # Without this value verl would round the microbatches of a step up to whole groups,
-            # which a V does not have.
+            # If this setting were None, verl would round the microbatches of a step up to whole
+            # groups, which a V does not have.
             model_config.microbatch_group_size_per_vp_stage = 1
         original(model_config)
 

@@ -22,40 +22,50 @@ from megatron.training.global_vars import get_args
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
-# Every use of a model or a data iterator in Megatron, and its treatment:
-#
-# megatron/training/training.py
-# - pretrain builds iterators chunk by chunk (`loaders`) and passes on whole lists. It uses the
-#   config of ``model[0]``, which is that of all chunks.
-# - setup_model_and_optimizer takes groups and config of ``model[0]``, those of all chunks. Hooks of
-#   saved and loaded logits go to ``model[-1]``, which has the output layer. Models with
-#   init_state_dict_from_bert have no pipeline. Upcycling confuses the models of several chunks: it
-#   is refused.
-# - dummy_train_step (--iterations-to-skip) calls next() on the list: patched here.
-# - train_step passes both to the schedule and to the rerun machine. Hooks of ``model[0]`` are there
-#   if those of any chunk are. Gradients, logs of activations and qk_clip are for all chunks. DINO
-#   (--vision-pretraining) updates ``model[0]`` alone; Megatron no longer has such a model.
-# - train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step accepts.
-#   Reinforcement learning reads the weights of ``model[0]``, here and in megatron/rl/rl_utils.py:
-#   it is refused. --hybrid-context-parallel wraps one iterator: every schedule refuses it.
-# - evaluate takes groups of ``model[0]`` and passes both to the schedule. The caller's
-#   non_loss_data_func gets the list.
-# - evaluate_and_print_results takes the iterators of the chunks for those of several validation
-#   sets: patched here.
-# - save_checkpoint_and_time takes groups of ``model[0]`` and passes the iterators on.
-#
-# megatron/training/checkpointing.py: see `checkpointing.chunks`.
-# megatron/training/utils: norms, hashes and flags are taken over all chunks.
-# megatron/core/rerun_state_machine.py goes through a list, and compares its length with that of a
-# checkpoint: see `checkpointing.pending_step`.
-# megatron/core/full_cuda_graph.py, megatron/core/transformer/moe/paged_stash.py take lists. Every
-# schedule refuses both.
-# megatron/core/distributed/finalize_model_grads.py: ``model[0]`` and ``model[-1]`` have the tables,
-# or there is a patch of that file.
-# megatron/core/optimizer takes configs of ``model_chunks[0]``, which are those of all chunks. The
-# optimizer of a MimoModel asserts that there is one.
-# megatron/core/transformer/cuda_graphs.py, moe/router_trace.py go through all chunks.
-# megatron/core/resharding/refit.py takes ``model[0]``, for reinforcement learning.
+# Uses of the lists of models and data iterators in pretrain: it builds iterators chunk by chunk
+# (`loaders`) and passes on whole lists. It uses the config of ``model[0]``, which is that of all
+# chunks.
+
+# Uses of the lists of models and data iterators in setup_model_and_optimizer: the groups and the
+# config of ``model[0]`` are those of all chunks. Hooks of saved and loaded logits go to
+# ``model[-1]``, which has the output layer. Models with init_state_dict_from_bert have no pipeline.
+# Upcycling confuses the models of several chunks, and is refused.
+
+# Uses of the lists of models and data iterators in dummy_train_step (of --iterations-to-skip),
+# which is patched in this file: it calls next() on the list of iterators.
+
+# Uses of the lists of models and data iterators in train_step: it passes both lists to the schedule
+# and to the rerun machine. ``model[0]`` has hooks if any chunk has them. Gradients, logs of
+# activations and qk_clip are for all chunks. DINO (--vision-pretraining) updates ``model[0]``
+# alone, but Megatron no longer has such a model.
+
+# Uses of the lists of models and data iterators in train: it makes lists of no_sync_func,
+# grad_sync_func and param_sync_func, which our step accepts. Reinforcement learning, which reads
+# the weights of ``model[0]`` here and in megatron/rl/rl_utils.py, is refused. Every schedule
+# refuses --hybrid-context-parallel, which wraps a single iterator.
+
+# Uses of the lists of models and data iterators in evaluate: it takes the groups of ``model[0]``
+# and passes both lists to the schedule. The caller's non_loss_data_func gets the list of models.
+
+# Uses of the lists of models and data iterators in evaluate_and_print_results, which is patched in
+# this file: it takes the iterators of the chunks for those of several validation sets.
+
+# Uses of the lists of models and data iterators in save_checkpoint_and_time: it takes the groups of
+# ``model[0]`` and passes the iterators on.
+
+# Uses of the lists of models and data iterators in Megatron's other files:
+# megatron/training/checkpointing.py (see `checkpointing.chunks`); megatron/training/utils, whose
+# norms, hashes and flags are for all chunks; megatron/core/rerun_state_machine.py, which goes
+# through a list and compares its length with that of a checkpoint (see
+# `checkpointing.pending_step`); megatron/core/full_cuda_graph.py and
+# megatron/core/transformer/moe/paged_stash.py, which take lists and are refused by every schedule.
+
+# Uses of the lists of models and data iterators in the other files of megatron/core:
+# distributed/finalize_model_grads.py takes the tables of ``model[0]`` and ``model[-1]``, which have
+# them, or is patched. optimizer takes the configs of ``model_chunks[0]``, which are those of all
+# chunks, and asserts that a MimoModel has one chunk. transformer/cuda_graphs.py and
+# transformer/moe/router_trace.py go through all chunks. resharding/refit.py takes ``model[0]`` for
+# reinforcement learning.
 
 _TRAINING = "megatron.training.training"
 

@@ -45,7 +45,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             choose,
             reason="the training step runs a schedule of megatron_ext",
             signature=(
-                "(pp_size=None, vp_size=None)",  # 0.18
+                "(pp_size=None, vp_size=None)",  # signature in Megatron 0.18
                 "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
             ),
         ),

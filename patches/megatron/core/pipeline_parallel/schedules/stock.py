@@ -34,7 +34,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             choose,
             reason="observers see each step of Megatron's own schedule",
             signature=(
-                "(pp_size=None, vp_size=None)",  # 0.18
+                "(pp_size=None, vp_size=None)",  # signature in Megatron 0.18
                 "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
             ),
         ),
