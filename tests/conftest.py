@@ -20,7 +20,7 @@ from tests.helpers import documents, skips, witnesses
 from tests.helpers.covers.vocabulary import features_of_flags
 from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport
 
-__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]  # hooks
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]  # names of pytest's hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,10 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A process that wakes up does not interrupt one that runs. Otherwise a rank that has just sent
-    # would stop while it holds gloo's lock, and its thread that polls sockets would spin on that
-    # lock, which took a tenth of the CPU time of tests with ranks. If the system cannot do so,
-    # nothing changes.
+    # With this scheduling policy (batch) a process that wakes up does not interrupt a running one.
+    # Otherwise a rank that has just sent would stop while it holds gloo's lock, and its thread that
+    # polls sockets would spin on that lock, which took a tenth of the CPU time of tests with ranks.
+    # If the system has no such policy, nothing changes.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -84,7 +84,7 @@ def file_of(item: pytest.Item) -> str:
 
 
 def known_seconds(config: pytest.Config) -> dict[str, float]:
-    cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
+    cache = getattr(config, "cache", None)  # pytest has no cache with -p no:cacheprovider
     return cache.get(SECONDS, {}) if cache else {}
 
 

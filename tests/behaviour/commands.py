@@ -38,7 +38,7 @@ _PRINTED = (
     f"{_LINE} --pipeline-schedule zb-v",
     f"{_LINE} --pipeline-schedule zb-h9 --mock-dat",
 )
-_SETTINGS = (  # each has other patches
+_SETTINGS = (  # settings each of which applies other patches
     "--pipeline-schedule 1f1b",
     "--pipeline-schedule zb-h1",
     "--pipeline-schedule zb-v",
@@ -84,7 +84,7 @@ def _as_json(words: str) -> str:
 
 
 def _printed(words: str) -> str:
-    # the stderr of plan has its refusals
+    # The refusals of the command plan are in its stderr.
     lines = run(words, with_stderr=words.startswith("plan")).splitlines()
     return "\n".join(line for line in lines if not line.startswith(tuple(_OF_THE_CLOCK)))
 

@@ -21,7 +21,7 @@ _SETTINGS = (
 )
 _DIVIDED = f"zb-h1 --pp 2 -m 2 {HEAD} --vocab-parallel 1"
 _WRITTEN = {
-    "csv": _SETTINGS,  # a split vocabulary has no table
+    "csv": _SETTINGS,  # a schedule with a split vocabulary cannot be written as a table
     "program": (*_SETTINGS, _DIVIDED),
     "perfetto": (_SETTINGS[0], _SETTINGS[2], _DIVIDED),
 }

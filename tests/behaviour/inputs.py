@@ -23,7 +23,7 @@ COSTS = "--costs f=10,i=12,w=8,comm=1"
 HEAD = f"{COSTS},output_layer=10/12/8,embedding=1/2"
 HOST = f"{COSTS},d2h=14,h2d=14"
 
-# printed after some seconds
+# Pattern of progress lines, which commands print only after some seconds.
 _PROGRESS = re.compile(r"^megatron-ext: .* so far\b.*\n", re.MULTILINE)
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 

@@ -14,12 +14,12 @@ import pytest
 
 from tests.helpers.short_search import shorten_search
 
-# By entry, the function that returns its text. It is called in a `workplace`.
+# Functions by entry of the record. Each returns the entry's text, and is called in a `workplace`.
 Subject = Mapping[str, Callable[[], str]]
 Record = dict[str, str]
 
 _INDENT = "    "
-_LONG = 5_000  # characters of an entry, beyond which its long lines are shortened
+_LONG = 5_000  # largest number of characters of an entry whose long lines are not shortened
 _WIDE = 100
 
 

@@ -81,7 +81,7 @@ def _of_all(names: Sequence[str]) -> str:
 def _is_refused(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
-    except TypeError:  # a text in place of a number
+    except TypeError:  # the setting was given a text, not a number
         return False
 
 

@@ -17,12 +17,13 @@ from tests.gpu.small_stages import SHAPES, on_rank, program_of
 
 def main(spec: str, p2p: str, kind: str, folder: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=120)  # a message that does not arrive ends the run
+    timeout = timedelta(seconds=120)  # a message that does not arrive in this time ends the run
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # As in Megatron: with a device_id, every group would be split off the world's communicator.
+        # No device_id is given, as in Megatron: with one, every group would be split off the
+        # world's communicator.
         dist.init_process_group("nccl", timeout=timeout)
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -38,13 +38,13 @@ def torchrun(ranks: int, *words: str) -> str:
         cwd=Path(__file__).parents[2],
         env={
             **os.environ,
-            # Kernels of all streams in one queue: Megatron requires it for tensor parallelism, and
-            # it is the strictest setting for a message that waits.
+            # The kernels of all streams share one hardware queue. Megatron requires this for tensor
+            # parallelism, and it is the strictest setting for a message that waits.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-            # for HybridEP: ranks of an expert-parallel group
+            # HybridEP reads this variable: the number of ranks of an expert-parallel group.
             "NUM_OF_RANKS_PER_NVLINK_DOMAIN": "2",
-            # As with a fresh cache, the first pass compiles while receives are posted.
+            # Without caches the first pass compiles while receives are posted, as on a new machine.
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         },
         capture_output=True,
@@ -72,7 +72,7 @@ def losses(
         "no_masked_softmax_fusion": True,
         "no_gradient_accumulation_fusion": True,
         "no_persist_layer_norm": True,
-        "swiglu": True,  # compiled, as for most models
+        "swiglu": True,  # this activation function is compiled, and most models have it
         "disable_bias_linear": True,
         "train_iters": ITERATIONS,
     }

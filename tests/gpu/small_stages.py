@@ -38,8 +38,10 @@ from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way
 
-LAYERS = 24  # of a stage, so that the temporary memory of one layer counts little
-# Shapes between stages: on a GPU large enough that the allocator's rounding does not count.
+# layers of a stage; they are many, so that the temporary memory of one layer counts little
+LAYERS = 24
+# Shapes of the tensors between stages. On a GPU they are so large that the allocator's rounding
+# counts little.
 SHAPES = {"cpu": (32, 16), "cuda": (2048, 512)}
 TOLERANCE = 0.1  # share by which the temporary tensors of a layer may increase a peak
 
@@ -54,7 +56,7 @@ class HostCopy:
     """A message by way of the host. ``to`` is the tensor of a receive."""
 
     work: dist.Work
-    host: Tensor  # must live until the message has moved
+    host: Tensor  # the host's copy, which must live until the message has moved
     to: Tensor | None
 
     def wait(self) -> None:
@@ -104,12 +106,12 @@ class DeepStage(LinearStage):
     """A stage of `LAYERS` linear layers on ``device``, each of which keeps its input for W."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    shape: tuple[int, int] = (32, 16)  # of tensors between stages: samples, width
+    shape: tuple[int, int] = (32, 16)  # shape of the tensors between stages: samples, width
     activate: Callable[[Tensor], Tensor] = torch.tanh
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._whole: int | None = None  # microbatch whose B runs
+        self._whole: int | None = None  # microbatch whose full backward pass (B) runs
         draw = torch.Generator().manual_seed(self.number)
         width = self.shape[1]
         drawn = torch.randn(LAYERS, width, width, generator=draw) / width**0.5
@@ -240,7 +242,7 @@ def on_rank(
 
     for _ in range(2):
         held = {number: bytes_held(make(number), gauge) for number in placement.stages_of[rank]}
-    torch.compiler.reset()  # so that the first step compiles
+    torch.compiler.reset()  # drops compiled code, so that the first step compiles
     recorder = GaugingRecorder(rank, gauge)
     boundary = Boundary(shape, torch.float32)
     transport_of = connect(program, device, boundary, recorder, by_host)

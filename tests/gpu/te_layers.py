@@ -16,7 +16,7 @@ from megatron_ext.patches.transformer_engine.pytorch.module import _common
 from megatron_ext.runtime.weight_gradients import queue
 
 ROWS, WIDTH = 128, 256
-TOKENS = ([96, 32], [0, 128], [64, 64])  # rows of the parts of a GroupedLinear, by microbatch
+TOKENS = ([96, 32], [0, 128], [64, 64])  # rows of the parts of a GroupedLinear, for each microbatch
 MICROBATCHES = len(TOKENS)
 
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-CYCLES = 200_000_000  # of a pass: about a tenth of a second
+CYCLES = 200_000_000  # clock cycles of a pass: about a tenth of a second
 
 
 def test_the_host_is_a_few_passes_ahead() -> None:

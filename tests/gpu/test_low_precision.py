@@ -34,7 +34,7 @@ MODEL: Flags = {
     "untie_embeddings_and_output_weights": True,
 }
 HYBRID: Flags = {"fp8_format": "hybrid"}
-# by recipe, the precision as `te_layers` names it, and flags
+# For each recipe: the precision as `te_layers` names it, and flags of a training.
 PRECISIONS: dict[str, tuple[str, Flags]] = {
     "delayed": ("fp8 delayed", {**HYBRID, "fp8_recipe": "delayed"}),
     "tensorwise": ("fp8 current", {**HYBRID, "fp8_recipe": "tensorwise"}),
@@ -86,7 +86,7 @@ PRECISIONS: dict[str, tuple[str, Flags]] = {
 }
 
 SAVED_AT = 2
-# Settings that have no stand-in on the CPU, as public recipes name them.
+# Settings of low precision that have no stand-in on the CPU, by the names in public recipes.
 GATHERED: dict[str, Flags] = {
     "tensorwise, gathered": {"precision": "fp8_cs", "fp8_param_gather": True},
     "mxfp8, gathered": {
@@ -139,7 +139,8 @@ def test_a_v_has_stocks_losses(
 ) -> None:
     """A V schedule has Megatron's losses from a checkpoint. From scratch it would start from other
     weights."""
-    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # for delayed scaling
+    # loading the state of delayed scaling requires this variable
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision)
     resumed = {"load": str(tmp_path), "ckpt_step": SAVED_AT}

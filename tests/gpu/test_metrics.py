@@ -26,14 +26,14 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 ]
 
-CYCLES = 200_000_000  # about a tenth of a second
+CYCLES = 200_000_000  # clock cycles of a pass: about a tenth of a second
 
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    dist.all_reduce(torch.ones(1, device="cuda"))  # creates the communicator
+    dist.all_reduce(torch.ones(1, device="cuda"))  # the first collective creates the communicator
     yield dist.group.WORLD
     torch.cuda.set_sync_debug_mode("default")
     dist.destroy_process_group()
@@ -42,9 +42,9 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics never synchronise the host with the device. A step is read when the device has ended
     it, and numbers are exchanged while the device runs the next step."""
-    torch.cuda._sleep(1000)  # the first call loads the kernel
+    torch.cuda._sleep(1000)  # the first call of _sleep loads its kernel
     stream = torch.cuda.Stream()
-    AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates the pinned memory
+    AsyncAllGather(group, [0.0] * 5, stream).wait()  # the first gather allocates the pinned memory
     resolved = choose("1f1b")
     placement = resolved.place(1)
     program = build_program(resolved, Problem(placement, 2, uniform(placement, 1, 1, 1)))
@@ -63,7 +63,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
 
     step()
     torch.cuda.synchronize()
-    step()  # four passes, the most by which a host may be ahead
+    step()  # the step has four passes, as many as a host may be ahead
     torch.cuda.set_sync_debug_mode("error")
     with monkeypatch.context() as within:
         within.setattr(torch.cuda, "synchronize", refuse)

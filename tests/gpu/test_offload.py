@@ -34,8 +34,8 @@ def test_gradients_are_stocks_and_the_peak_falls(device: str, spec: str, ranks: 
         assert all(rank.gradients_are_stocks for rank in result.seen)
         assert any(rank.left for rank in result.seen) == (result is with_offload)
         print(f"{spec}, {ranks} ranks, {device}, {way}: {result.peaks} of {result.expected}")
-        # The samples of the first stage stay: no operation saves them, but they have gradients
-        # here.
+        # The inputs of the first stage are not offloaded: no operation saves them, but here they
+        # have gradients.
         error = TOLERANCE * max(without.peaks)
         assert result.peaks == pytest.approx(result.expected, abs=error)
     assert max(with_offload.peaks) < 0.9 * max(without.peaks)

@@ -15,7 +15,8 @@ from tests.gpu.runs import GPUS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
-# Most of these settings concern data-parallel replicas: with four GPUs there are two.
+# Sizes with which four GPUs have two data-parallel replicas, which most of the tested settings
+# concern.
 PARALLEL: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "bf16": True,
@@ -88,7 +89,7 @@ def test_parameters_are_gathered_in_the_gradients_buffer(schedule: str, tmp_path
         "fp8_recipe": "mxfp8",
         "fp8_param_gather": True,
         "reuse_grad_buf_for_mxfp8_param_ag": True,
-        # MXFP8 has blocks of 32
+        # MXFP8 scales blocks of 32 elements, so sizes are multiples of 32.
         "hidden_size": 128,
         "num_attention_heads": 4,
         "seq_length": 128,

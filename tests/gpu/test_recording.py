@@ -16,13 +16,13 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 ]
 
-CYCLES = 200_000_000  # about a tenth of a second
+CYCLES = 200_000_000  # clock cycles of a pass: about a tenth of a second
 
 
 def test_what_the_device_does_is_timed_and_not_its_host() -> None:
     """The recorder times what the device does, not its host. Three passes are queued at once; each
     is recorded when the device runs it, and for as long."""
-    torch.cuda._sleep(1000)  # the first call loads the kernel
+    torch.cuda._sleep(1000)  # the first call of _sleep loads its kernel
     recording = Recording(0, clock_of(torch.device("cuda")))
     actions = [Action(0, Kind.FORWARD, microbatch) for microbatch in range(3)]
     begin = time.perf_counter()

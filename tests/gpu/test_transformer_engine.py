@@ -31,7 +31,7 @@ def test_gradients_are_stocks(name: str, precision: str, fused: bool) -> None:
     assert differences(name, precision, fused) == []
 
 
-# With one expert for each token no sum depends on the order of atomic additions.
+# Each token has one expert, so that no sum depends on the order of atomic additions.
 EXPERTS: dict[str, str | int | bool | None] = {
     "num_experts": 4,
     "moe_router_topk": 1,
@@ -46,7 +46,8 @@ EXPERT_PARALLEL: dict[str, str | int | bool | None] = {
 FLEX: dict[str, str | int | bool | None] = {
     **EXPERTS,
     **EXPERT_PARALLEL,
-    "hidden_size": 512,  # whole lines of the memory that their kernels copy
+    # kernels of the flex dispatchers copy whole lines of memory, which this size fills
+    "hidden_size": 512,
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "flex",
     "moe_router_dtype": "fp32",
@@ -55,7 +56,7 @@ TRAININGS: dict[str, dict[str, str | int | bool | None]] = {
     "bf16": {},
     "bf16, overlapped": {"overlap_grad_reduce": True},
     "bf16, fused": {"no_gradient_accumulation_fusion": None},
-    "bf16, packed documents": {  # Megatron's mock data, of up to 4096 tokens
+    "bf16, packed documents": {  # Megatron's mock documents have up to 4096 tokens
         "dataloader_inter_document_masking": True,
         "calculate_per_token_loss": True,
         "position_embedding_type": "rope",

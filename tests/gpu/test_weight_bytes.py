@@ -41,7 +41,7 @@ def test_copies_of_a_step_are_those_of_the_formula(precision: str, recipe: str) 
         te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
         for _ in range(2)
     )
-    # allocates cuBLAS's workspace
+    # This first product allocates cuBLAS's workspace.
     another(torch.ones(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16))
     layer.weight.grad = torch.zeros_like(layer.weight)
     before = torch.cuda.memory_allocated()

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-RANK = 4  # of the matrices of an adapter
+RANK = 4  # rank of an adapter's two matrices
 
 
 class Adapter(torch.nn.Module):

@@ -62,11 +62,11 @@ from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import InOrderGroup
 from tests.helpers.streams.emulation import emulated_streams
 
-# Seconds after which a posted action is taken to hang. A busy machine needs less, and a test can
-# wait this long.
+# Seconds after which a posted message, collective or copy is taken to hang. Even on a busy machine
+# none needs as long.
 SECONDS = 60.0
 
-POISON = 0xFF  # in every byte: not a number, or -1
+POISON = 0xFF  # value of every byte of a poisoned tensor: a number of such bytes is NaN or -1
 
 
 def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
@@ -106,7 +106,8 @@ class Use(enum.Enum):
     FILLED = "it is brought here"
 
 
-Start = Callable[[Sequence[Tensor]], Sequence[Any]]  # called with the tensors, returns the works
+# function of tensors that starts a transfer and returns its works
+Start = Callable[[Sequence[Tensor]], Sequence[Any]]
 
 
 class _Adversary(Protocol):
@@ -121,18 +122,19 @@ class _Adversary(Protocol):
     def copies_on(self, device: torch.device) -> HostCopies: ...
 
 
-# called with a start and each tensor with its use, returns the works
+# Function that is called with a `Start`, and with each tensor and its use; it returns the works.
 Post = Callable[..., list[Any]]
-Substitute = tuple[Any, str, Any]  # class or module, attribute, and its substitute
+Substitute = tuple[Any, str, Any]  # class or module, name of the attribute, and its substitute
 
 
 @contextlib.contextmanager
 def _installed(adversary: _Adversary) -> Iterator[None]:
     """Let all messages, collectives and copies of the runtime go through ``adversary``."""
-    current: list[Action] = []  # the action that the executor runs
+    current: list[Action] = []  # one item: the action that the executor runs
 
     def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
-        action = current[-1] if current else None  # connections are tried before the first step
+        # before the first step no action runs, but connections are tried
+        action = current[-1] if current else None
         return adversary.post(action, start, [use for _, use in used], *(t for t, _ in used))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +235,7 @@ def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
         "isend": adverse(dist.isend, Use.GIVEN),
         "irecv": adverse(dist.irecv, Use.FILLED),
     }
-    return [  # in both modules: batches consist of these functions
+    return [  # both modules have these functions, and batches of messages name them
         (module, name, substitute)
         for module in (dist, distributed_c10d)
         for name, substitute in substitutes.items()
@@ -311,7 +313,7 @@ class Synchronising:
                 posted.wait(timedelta(seconds=self._seconds))
             except RuntimeError as error:
                 if time.monotonic() - began < self._seconds:
-                    raise  # another rank has failed
+                    raise  # the error is early, so another rank has failed
                 raise AssertionError(
                     f"{posted.name}, posted before {action}, has not ended in "
                     f"{self._seconds:g} s: it needs what a rank does later, and a GPU that is "
@@ -339,7 +341,7 @@ class Late:
         stand_ins = [_StandIn(tensor, use) for tensor, use in zip(tensors, uses, strict=True)]
         works = start([stand_in.moves for stand_in in stand_ins])
         shares = [stand_ins]
-        if len(works) > 1:  # a work for each tensor
+        if len(works) > 1:  # each tensor has a work of its own
             shares = [[stand_in] for stand_in in stand_ins]
         posted = [_LateWork(action, *pair) for pair in zip(works, shares, strict=True)]
         self._under_way += posted

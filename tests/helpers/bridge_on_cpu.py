@@ -88,7 +88,7 @@ class BridgeRun(Run):
     said: str = ""
 
 
-# Small models for recipes that read a config.json from Hugging Face.
+# Sizes of the small models that replace those whose config.json a recipe reads from Hugging Face.
 _DIMENSIONS = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -234,9 +234,9 @@ def put(config: Any, values: Mapping[str, Any]) -> None:
         setattr(owner, last, value)
 
 
-# Fields of Megatron's configs that have other values from arguments than from Bridge, but mean
-# nothing to a plan: Bridge sets fields of fp8 without fp8, and has None where Megatron's validation
-# sets a value.
+# Fields of Megatron's configs that differ between Megatron's arguments and Bridge, without meaning
+# for a plan: Bridge sets fields of FP8 without FP8, and has None where Megatron's validation sets a
+# value.
 _ALIKE = frozenset(
     {
         *("attention_backend", "barrier_with_L1_time", "bias_activation_fusion", "cp_comm_type"),
@@ -244,9 +244,9 @@ _ALIKE = frozenset(
         *("expert_tensor_parallel_num_weight_shards", "tensor_parallel_num_weight_shards"),
         *("inference_sampling_seed", "offload_modules", "persist_layer_norm"),
         *("use_cpu_initialization", "wgrad_deferral_limit", "delay_wgrad_compute"),
-        "add_qkv_bias",  # Megatron's arguments set it with every other bias
-        "batch_p2p_comm",  # Bridge sets False without a pipeline
-        "cross_entropy_fusion_impl",  # pretrain_gpt.py refuses Transformer Engine's
+        "add_qkv_bias",  # Megatron's arguments set this field together with every other bias
+        "batch_p2p_comm",  # Bridge sets this field to False if there is no pipeline
+        "cross_entropy_fusion_impl",  # pretrain_gpt.py refuses the value te
         *("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"),
         "gradient_accumulation_fusion",
         "pipeline_model_parallel_layout",
@@ -306,7 +306,7 @@ def _apply_parts(config: Any, data_parallel_size: int) -> None:
     settings: Any = importlib.import_module("megatron.bridge.training.config")
     settings._validate_and_sync_distributed_optimizer_settings(config)
     for name in ("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"):
-        setattr(config.model, name, False)  # there are no kernels for these on the CPU
+        setattr(config.model, name, False)  # the CPU has no kernels for these fusions
     config.model.finalize()
 
 
@@ -359,7 +359,8 @@ def _without_gpu() -> None:
     def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
-    # Bridge takes Megatron's empty names for layers of Transformer Engine.
+    # Without Transformer Engine Megatron has empty names for its layers, which Bridge would take
+    # for real ones.
     utils: Any = importlib.import_module("megatron.bridge.peft.utils")
     utils.HAVE_TE = False
 

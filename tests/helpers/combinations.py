@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pytest  # ranks on a GPU machine import this file, where pytest may be missing
+    import pytest  # a GPU machine's ranks import this file, where pytest may be missing
 
 IS_NIGHT = os.environ.get("MEGATRON_EXT_NIGHTLY", "") not in ("", "0")
 

@@ -35,8 +35,9 @@ def install(patch: pytest.MonkeyPatch, attention: type[DotProductAttention] | No
     patch.setattr(LocalSpecProvider, "core_attention", lambda provider: attention)
     patch.delitem(cpu._REFUSED, "--context-parallel-size", raising=False)
     extension = SimpleNamespace(thd_get_partitioned_indices=part_of_packed)
-    patch.setattr(utils, "tex", extension, raising=False)  # stands in for Transformer Engine's
-    # their own functions pin memory
+    # ``extension`` stands in for Transformer Engine's module
+    patch.setattr(utils, "tex", extension, raising=False)
+    # Megatron's own functions pin memory, so they are replaced.
     for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         patch.setattr(module, "get_pos_emb_on_this_cp_rank", part_of_positions)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 from torch import Tensor
 
-handles: list[Handle] = []  # of all calls of this process
-buffers: list[Any] = []  # all buffers that were created
+handles: list[Handle] = []  # handles of all calls in this process
+buffers: list[Any] = []  # all buffers that this process has created
 
 
 def use_deep_ep() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-WRITE_PAGES = "--write-pages"  # the option of pytest; `conftest` sets the variable below
+WRITE_PAGES = "--write-pages"  # option of pytest; if it is given, `conftest` sets the next variable
 writes_pages = False
 
 

@@ -13,7 +13,7 @@ import pytest
 
 FETCHED = Path(__file__).parents[2] / "build"
 MEGATRON_LM = FETCHED / "NVIDIA/Megatron-LM/core_v0.19.0"
-RETRIES = "2"  # a registry that answers late may still have the package
+RETRIES = "2"  # number of retries of pip: a registry that answers late may still have the package
 
 
 def megatron_sources() -> Path:
@@ -39,7 +39,7 @@ def fetched(package: str, version: str, address: str = "") -> Path:
     return folder
 
 
-@functools.cache  # without a network, one attempt is enough
+@functools.cache  # the result is cached: without a network, one attempt is enough
 def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
     folder = FETCHED / package / version
     if folder.exists():
@@ -61,5 +61,5 @@ def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(arriving)  # another test process was faster
+        shutil.rmtree(arriving)  # another test process has fetched the package meanwhile
     return folder, ""

@@ -24,7 +24,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import is_compute
 
 ROWS, WIDTH = 8, 32
-LAYERS = 2  # of a chunk
+LAYERS = 2  # number of layers of a chunk
 
 
 class Layer(nn.Module):

@@ -25,7 +25,7 @@ class Pool:
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self._returned: list[Tensor] = []
-        # a layer, and the gradients of its input
+        # Number of a layer, and the gradients of its input.
         self._above: tuple[int, list[Tensor]] | None = None
         self._chunk_before: list[Tensor] = []
 
@@ -137,8 +137,8 @@ class Graph:
     def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             for name, buffer in self._kwargs.items():
-                # If there is no mask, Megatron passes one of zeros to attention that is causal
-                # without a mask. The mask of the samples is causal.
+                # Megatron passes a mask of zeros if a layer gets no mask, as its attention is
+                # causal anyway. The samples' mask is causal, so it stays in the buffer.
                 if name != "attention_mask" or kwargs[name].any():
                     buffer.copy_(kwargs[name])
         result: tuple[Tensor, ...] = _Replayed.apply(self, *args, *self._parameters)
@@ -148,7 +148,7 @@ class Graph:
         self.outputs.clear()
 
     def _forward(self) -> list[Tensor]:
-        # Megatron's layers run only the modules of the graph while graphs are captured.
+        # While this flag is set, Megatron's layers run only the modules that a graph captures.
         splits, queue.splitting = queue.splitting, False
         captures, cuda_graphs._IS_GRAPH_CAPTURING = cuda_graphs._IS_GRAPH_CAPTURING, True
         try:

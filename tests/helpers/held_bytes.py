@@ -266,7 +266,7 @@ def measure_stock_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     moving: dict[str, set[int]] = {}
 
     def look(kind: Kind) -> None:
-        if not lives:  # the first step
+        if not lives:  # in the first step nothing is counted yet
             return
         rank = parallel_state.get_pipeline_model_parallel_rank()
         action = Action(rank, kind, made[str(kind)])

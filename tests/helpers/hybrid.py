@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-# Sizes of a gated delta net; deterministic_mode runs it with torch's own operations.
+# Sizes of a gated delta net. With deterministic_mode it runs on torch's own operations.
 DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -112,7 +112,7 @@ def local_spec(experts: int | None) -> ModuleSpec:
                         enorm=WrappedTorchNorm,
                         hnorm=WrappedTorchNorm,
                         eh_proj=ColumnParallelLinear,
-                        mtp_model_layer=None,  # the pattern decides which layer
+                        mtp_model_layer=None,  # the hybrid pattern decides which layer this is
                         layer_norm=WrappedTorchNorm,
                     ),
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ext.__main__ import main
 
-MOST_BYTES, MOST_SECONDS = 2**30, 10  # CPU seconds, on a machine that others use
+MOST_BYTES, MOST_SECONDS = 2**30, 10  # limits of the child process: bytes, and CPU seconds
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from megatron_ext.features.offload.runtime import offload
 from megatron_ext.runtime.executor import _Execution
 from tests.helpers.storages import LiveStorages, addresses
 
-# Seconds after which gloo's threads have dropped the tensors of an exchange that has ended. After
-# 11 of 1,000 all-gathers over two ranks a tensor still lived, and after 1 a millisecond later.
+# Seconds after which gloo's threads have dropped the tensors of an ended exchange. In a measurement
+# of 1,000 all-gathers over two ranks, a tensor still lived at the end of 11, and a millisecond
+# later after 1.
 SETTLED = 0.01
 
-# Action, bytes held, bytes of messages.
+# Samples of memory: the action, its bytes held, and the bytes of messages.
 Samples = tuple[tuple[str, int, int], ...]
 
 
@@ -111,10 +112,12 @@ def _moving(execution: _Execution) -> Iterator[object]:
     """Yield the tensors of messages and collectives that an execution holds."""
     stage_io: Any = execution.owners[0]
     yield [*stage_io.outputs.values(), *stage_io.gradients.values()]
-    for name in ("_sending", "_receiving", "_in_flight", "_next"):  # attributes of either transport
+    # attributes that one or the other transport has
+    for name in ("_sending", "_receiving", "_in_flight", "_next"):
         yield [*vars(stage_io._transport).get(name, {})]
         yield [*getattr(vars(stage_io._transport).get(name), "values", list)()]
-    if hasattr(stage_io._ends, "_exchange"):  # with a split vocabulary
+    # the stage has this attribute if the vocabulary is split
+    if hasattr(stage_io._ends, "_exchange"):
         yield [*stage_io._ends._exchange._in_flight.values()]
 
 

@@ -58,8 +58,8 @@ from tests.helpers.ranks import (
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
-# Modules that each rank would otherwise import. Once imported, they are hidden from the garbage
-# collector, or each rank would copy their pages.
+# Modules that are imported here, or each rank would import them. After the import they are hidden
+# from the garbage collector, or each rank would copy their memory pages.
 for _module in (
     "numpy.ma",
     "megatron.core.datasets.helpers",
@@ -72,9 +72,9 @@ for _module in (
     *(f"megatron_ext.patches.{name}" for feature in FEATURES for name in feature.modules),
 ):
     importlib.import_module(_module)
-with contextlib.suppress(ModuleNotFoundError):  # removed in 0.20
+with contextlib.suppress(ModuleNotFoundError):  # Megatron 0.20 lacks this module
     importlib.import_module("megatron.core.tokenizers.text.models")
-entries()  # imports the families
+entries()  # this call imports the schedule families
 runpy.run_path(str(SCRIPT), run_name="imported")
 
 
@@ -111,7 +111,7 @@ class _Attributes:
 
     def __init__(self) -> None:
         self._holders: dict[int, set[types.ModuleType]] = {}
-        self._last = ""  # of the modules that are known
+        self._last = ""  # name of the latest module that is known
         self._changed: set[types.ModuleType] = set()
         self._swap, self._look = engine._swap, engine.modules_with
         engine._swap, engine.modules_with = self._note, self._remembered
@@ -136,7 +136,7 @@ class _Attributes:
         places = [
             *itertools.chain.from_iterable(known),
             *self._changed,
-            sys.modules["__main__"],  # the script that runs
+            sys.modules["__main__"],  # module of the script that runs
             *map(sys.modules.__getitem__, self._later()),
         ]
         return self._look(ids, modules or set(places))
@@ -159,7 +159,7 @@ def _remember_entry_points() -> None:
 
 def _prepare_parsers() -> None:
     """Build the parsers of Megatron's command line, which each rank would otherwise build twice."""
-    for _ in range(2):  # each as in Megatron's parse_args
+    for _ in range(2):  # two parsers, each built as in Megatron's parse_args
         parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
         _PARSERS.append(add_megatron_arguments(parser))
 
@@ -203,7 +203,8 @@ _remember_sources()
 _remember_entry_points()
 _print_unheard()
 random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
-MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
+# number of mock documents; Megatron's 100,000 take seconds to shuffle
+MockGPTLowLevelDataset.size = 1000
 settle()
 atexit.register(gc.unfreeze)
 
@@ -398,8 +399,8 @@ def _train_rank(
     model_config: Mapping[str, object],
     model_provider: Callable[..., Any] | None,
 ) -> Run:
-    # TORCHDYNAMO_DISABLE does this if torch is imported after the CPU platform has set it. Half of
-    # a rank's time would go into compiling.
+    # Nothing is compiled, or compiling would take half of a rank's time. The CPU platform's
+    # TORCHDYNAMO_DISABLE does the same, but only if torch is imported after it is set.
     torch.compiler.set_stance("force_eager")
     os.environ |= torchrun_environment(rank, ranks, port)
     from megatron.training import training
@@ -432,12 +433,13 @@ class _Listener:
         self._model_config = model_config
         self._model_provider = model_provider
         self._run = Run()
-        self._made: Any = ()  # the model's chunks, the optimizer and its scheduler
+        # result of Megatron's setup: the model's chunks, the optimizer and its scheduler
+        self._made: Any = ()
 
     def listen(self, training: Any, post_validates: bool) -> None:
         setup, log = training.setup_model_and_optimizer, training.training_log
         training.setup_model_and_optimizer = functools.partial(self._setup, setup)
-        # patches look at its parameters
+        # The wrapper keeps the signature, as patches look at the function's parameters.
         training.training_log = functools.wraps(log)(functools.partial(self._log, log))
         training.evaluate = functools.partial(self._evaluate, training.evaluate)
         helper = training.MTPLossLoggingHelper
@@ -486,7 +488,7 @@ class _Listener:
     def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:
         noted = [
             figure
-            # the first name is that of 0.18
+            # In Megatron 0.18 the figures have the first of these names.
             for name in ("values", "loss_values", "correct_values")
             if name in helper.tracker
             for figure in helper.tracker[name].tolist()

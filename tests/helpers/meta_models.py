@@ -64,14 +64,15 @@ def fake_ranks(args: Any, pipeline_rank: int) -> Iterator[None]:
 def chunks_of(args: Any) -> list[GPTModel]:
     """Return the chunks of this rank for validated ``args``, with local layers."""
     config = core_transformer_config_from_args(SimpleNamespace(**vars(args) | _LOCAL))
-    config.persist_layer_norm = False  # another setting that only they support
+    config.persist_layer_norm = False  # only Transformer Engine and Apex support this setting, too
     config.use_cpu_initialization, config.perform_initialization = True, False
     number = args.virtual_pipeline_model_parallel_size
     with (
         torch.device("meta"),
         mock.patch("torch.cuda.current_device", lambda: "meta"),
         mock.patch("torch.cuda.Stream"),
-        # Classes keep the first stream, and a mocked one would outlive this block.
+        # These classes store the first stream they get, and a mocked stream would outlive this
+        # block.
         mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
         mock.patch.object(SharedExpertMLP, "stream", None),
         mock.patch("torch.Tensor.cuda", lambda tensor: tensor),
@@ -104,7 +105,7 @@ def _chunk(args: Any, config: Any, vp_stage: int | None, number: int | None) -> 
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
-    return model.to(args.params_dtype)  # as in Float16Module
+    return model.to(args.params_dtype)  # Megatron's Float16Module converts a model in this way
 
 
 def of_experts(parameter: nn.Parameter) -> bool:

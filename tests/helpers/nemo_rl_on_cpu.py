@@ -20,16 +20,17 @@ from tests.helpers.nemo_rl_checkout import CHECKOUT
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("nemo_rl_policy.py")
-# Packages that NeMo-RL imports for its logs, the messages of its workers and its GPUs.
+# Packages that NeMo-RL imports for logs, for its workers' messages and for GPU queries, and that
+# stand-ins replace.
 _OF_NEMO_RL = ("mlflow", "prometheus_client", "pynvml", "swanlab", "zmq", "wandb")
 
 
 def import_nemo_rl() -> None:
-    # this module prepares, once, work that each rank would repeat
+    # The import of megatron_runs does work once that each rank would repeat.
     assert megatron_runs.SCRIPT.exists()
     sys.path.append(str(CHECKOUT))
-    # Two classes of the Megatron main branch that NeMo-RL pins; its worker checks for them with
-    # isinstance.
+    # These two classes exist only in the Megatron main branch that NeMo-RL pins. NeMo-RL's worker
+    # checks for them with isinstance.
     adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
         setattr(adapter, name, type(name, (), {}))

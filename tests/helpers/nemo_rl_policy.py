@@ -64,13 +64,14 @@ def policy_config(replicas: int) -> dict[str, Any]:
 def build_worker() -> Any:
     (model,), optimizer, scheduler = build_policy(
         average_in_collective=False,
-        # NeMo-RL's own normalization: by the tokens of the whole batch.
+        # NeMo-RL itself normalizes losses, by the tokens of the whole batch.
         calculate_per_token_loss=True,
     )
     config = importlib.import_module("megatron.core.utils").get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    worker = object.__new__(MegatronPolicyWorkerImpl)  # its constructor needs Ray and NCCL
+    # the worker's constructor needs Ray and NCCL, so it is not called
+    worker = object.__new__(MegatronPolicyWorkerImpl)
     replicas = parallel_state.get_data_parallel_world_size()
     values = {
         "cfg": policy_config(replicas),

@@ -41,7 +41,8 @@ class Package:
 
 def _use_fused_adam(folder: Path) -> None:
     transformer_engine_on_cpu.load(folder)
-    torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
+    # with Transformer Engine's stand-in torch would report a GPU, and ranks would look for NCCL
+    torch.cuda.is_available = lambda: False
     utils._te_version = None
     kernels: Any = sys.modules["transformer_engine_torch"]
     kernels.multi_tensor_adam = multi_tensor_adam
@@ -114,13 +115,14 @@ def _update(
 
 # --- Muon, of NVIDIA's emerging optimizers
 
-_MUON = "0.2.0"  # the version for Megatron 0.19
+_MUON = "0.2.0"  # version of emerging-optimizers for Megatron 0.19
 _REPOSITORY = "https://github.com/NVIDIA-NeMo/Emerging-Optimizers"
 
 
 def _use_muon(folder: Path) -> None:
     sys.path.insert(0, str(folder))
-    for name in ("absl", "triton"):  # for logs, and for kernels that are not called
+    # Muon imports these packages for logs, and for kernels that no test calls
+    for name in ("absl", "triton"):
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     importlib.reload(emerging_optimizers)

@@ -20,15 +20,17 @@ def own_cache(cache: Path, config: pytest.Config) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if "MPLCONFIGDIR" not in os.environ:
-            # matplotlib would take seconds to list the fonts anew.
+            # The user's folder of matplotlib is kept, as matplotlib takes seconds to list the
+            # fonts.
             users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
             patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        provider = getattr(config, "cache", None)  # none with -p no:cacheprovider
+        provider = getattr(config, "cache", None)  # pytest has no cache with -p no:cacheprovider
         if provider:
             compiled = cache / "megatron_ext" / "numba"
             compiled.parent.mkdir(0o700)
             shared = provider.mkdir("numba")
-            shared.chmod(0o700)  # from a folder that others may write to, nothing is loaded
+            # compiled code is not loaded from a folder that other users may write to
+            shared.chmod(0o700)
             compiled.symlink_to(shared)
         yield

@@ -31,7 +31,7 @@ from megatron_ext.features.shared_prompts.adapter.attention_to_prompts import at
 from megatron_ext.features.shared_prompts.adapter.params import SharedPromptParams
 from tests.helpers.latent_attention import Attention
 
-TOKENS = range(1, 60)  # of conversations; 0 is padding
+TOKENS = range(1, 60)  # numbers of the tokens in conversations; token 0 is padding
 Message = dict[str, str]
 
 
@@ -74,7 +74,7 @@ def _made_up_conversations() -> Iterator[None]:
     with (
         mock.patch.object(sft_dataset, "SFTLowLevelDataset", Conversations),
         mock.patch.object(MegatronTokenizerText, "tokenize_conversation", tokenize_conversation),
-        # so that a sample has several
+        # Conversations are short, so that a sample has several of them.
         mock.patch.object(MockGPTLowLevelDataset, "max_sequence_length", 8),
     ):
         yield

@@ -28,14 +28,15 @@ OPENINGS, COMMENTS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RUL
     "old_names",
     "old_labels",
 )
-MOST_WORDS = 35  # in a sentence of a help text
-MOST_LINES = 8  # in the docstring of a module
-SHORT_MODULE = 40  # lines of a module whose docstring may be one sentence
-_FEWEST_NEW_WORDS = 3  # in the docstring of a module, beyond the words of its path
+MOST_WORDS = 35  # largest number of words in a sentence of a help text
+MOST_LINES = 8  # largest number of lines in the docstring of a module
+SHORT_MODULE = 40  # number of lines up to which a module's docstring may be one sentence
+# least number of words that a module's docstring has besides those of its path
+_FEWEST_NEW_WORDS = 3
 
 _OPENING = re.compile(r"(Of|What|Which|Where|Those|These|That|As of)\b")
 _COMMENT = re.compile(r"#+ *(of|which|that|whose|its?|they|their|them)\b", re.IGNORECASE)
-_PLAIN = {  # by phrase, words to write instead
+_PLAIN = {  # patterns of phrases, each with the words to write instead
     r"asked|asks? for": "requested, required",
     r"beside": "compared with, next to, parallel to, in addition to",
     r"(make|makes|made|making)( \w+)? again": "recompute, repeat",
@@ -47,9 +48,9 @@ _PLAIN = {  # by phrase, words to write instead
     r"wants?|wanted": "requires, requested",
     r"nobody": "the one who does",
 }
-# Words that have several meanings, or none to a newcomer. The words of a name are compared in lower
-# case. "Pairs" is not in the list, as --pipeline-pairs is the public name of the feature.
-_OLD = {  # by pattern, words to write instead
+# Words in names that have several meanings, or none to a newcomer. The words of a name are compared
+# in lower case. "Pairs" is not in the list, as --pipeline-pairs is the public name of the feature.
+_OLD = {  # patterns of words in names, each with the words to write instead
     r"again": "recompute, repeat",
     r"dice|hangs": "rng, deadlock",
     r"extras|clash(es)?": "schedule options, conflict",
@@ -65,7 +66,7 @@ _OLD = {  # by pattern, words to write instead
     r"untrained|first_trained(?!_stage)": "first_trained_stage",
     r"ways?": "alternative, fallback",
 }
-_OLD_WHOLE = {  # the same for a whole name or label
+_OLD_WHOLE = {  # patterns of a whole name or label, each with the words to write instead
     r"choice": "resolved_spec",
     r"head": "output_layer, earliest_start",
     r"hidden": "overlap_saving",
@@ -78,14 +79,17 @@ _OLD_NAME = re.compile(
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_WORD = re.compile(r"\W+|_+")
-_ALIAS = re.compile(r"[A-Z]\w*[a-z]\w*")  # no constant, no type variable
-# "Held" and "kept" are not in the list: the memory account needs both.
+# pattern of a type alias's name; names of constants and type variables do not match
+_ALIAS = re.compile(r"[A-Z]\w*[a-z]\w*")
+# The words "held" and "kept" are not in the lists, as the memory account needs both.
 _PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_FEWEST_WORDS = 4  # in a string that is taken for a text to people
-_HELP = re.compile(r"\b(help|metadata)\s*=|\btyper\b")  # in each file with a help text
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # lists of statements in a node
+_FEWEST_WORDS = 4  # least number of words in a string that is taken for a text to people
+# pattern of which each file with a help text has a match
+_HELP = re.compile(r"\b(help|metadata)\s*=|\btyper\b")
+# attributes of a syntax node that are lists of statements
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _EXCEPTION = re.compile(r"#.*\bplain words:(.*)")
 
 
@@ -165,7 +169,7 @@ def _exceptions(text: str) -> Iterator[tuple[int, str]]:
 
 def _comments(text: str) -> Iterator[Place]:
     """Yield the comments that begin with a word for a subject that their reader has not seen."""
-    last = -1  # line of the latest comment on a line of its own
+    last = -1  # number of the line with the latest comment that has a line of its own
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
             continue
@@ -258,7 +262,7 @@ def _strings(node: ast.AST, without: set[ast.Constant]) -> Iterator[tuple[ast.ex
     nodes = [*ast.iter_child_nodes(node)]
     while nodes:
         match nodes.pop():
-            case ast.Name() | ast.expr_context() | ast.operator():  # most nodes
+            case ast.Name() | ast.expr_context() | ast.operator():  # most nodes are of these types
                 continue
             case ast.Constant() | ast.JoinedStr() as found if (
                 text := _words_of(found)

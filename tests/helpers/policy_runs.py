@@ -31,8 +31,8 @@ def stocks_steps(
         assert not problem, f"{caller}'s packages cannot be installed with pip: {problem}"
         path.append(str(packages))
     path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The variable that selects the night's tests is no setting of a training, so megatron_ext.auto
-    # would refuse it.
+    # MEGATRON_EXT_NIGHTLY, which selects the night's tests, is no setting of a training, so
+    # megatron_ext.auto would refuse the variable.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
     }
@@ -70,7 +70,7 @@ def stocks_steps(
 def check_replicas(by_rank: Sequence[Sequence[dict[str, Any]]], of_data: str) -> None:
     """Check that the two replicas of four ranks have the same weights and, by their results
     ``of_data``, other data."""
-    # ranks 0 and 1 have the first stage of a replica each
+    # Ranks 0 and 1 each have the first stage of one replica.
     for first, second in zip(*by_rank[:2], strict=True):
         assert first["weights"] == second["weights"], "replicas part"
         assert first[of_data] != second[of_data], "replicas have the same data"

@@ -20,12 +20,12 @@ from tests.helpers.forked import run_forked
 ROOT = Path(__file__).resolve().parents[2]
 _COPIED = ("megatron_ext", "docs", "scripts", "tests")
 
-# A file, the text before which something is inserted, and the insertion. If that text is empty, it
-# is added at the end, or to a new file.
+# Edit of a file: its path, the text before which something is inserted, and the insertion. With an
+# empty text the insertion comes at the end of the file, which may be new.
 Edit = tuple[str, str, str]
 
-# Tests that compare lists with code, pages and other tests, in seconds. Trainings, pictures, plain
-# words and outputs of commands are not compared.
+# Tests that a probe runs: they compare lists with code, pages and other tests, and take seconds.
+# Trainings, pictures, plain words and outputs of commands are not compared.
 COMPARISONS = (
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_refused",
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_untried",
@@ -40,7 +40,8 @@ COMPARISONS = (
     "tests/unit/schedule/test_own_schedule.py::test_the_page_names_the_kinds_that_one_may_write",
 )
 
-# Search in plain Python: numba would compile the searches anew.
+# Part of a conftest that shortens searches and runs them in plain Python, as numba would compile
+# them anew.
 _SHORT_SEARCH = """
 import pytest
 from tests.helpers.few_families import only_families
@@ -55,7 +56,8 @@ def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
     """Return the files, by path from the root, that differ after ``edits`` are made and pages and
     records are written. This happens in a copy in ``folder``, in which ``code`` runs with the
     dummy."""
-    importlib.import_module("tests.behaviour.refusals")  # imports Megatron, once for all probes
+    # this import brings Megatron, once for all probes
+    importlib.import_module("tests.behaviour.refusals")
     for name in _COPIED:
         # Compiled files are copied, except those that another process is still writing.
         ignored = shutil.ignore_patterns("*.pyc.*")
@@ -103,7 +105,8 @@ def _run(code: str, folder: Path) -> None:
 
     assert not main(["write", "tests/records", "help", "names"])
     record = Path("tests/records/refusals.txt")
-    new = taken(refusals_by_feature())  # the rest of the record takes longer
+    # only these refusals are written anew, as the rest of the record takes longer
+    new = taken(refusals_by_feature())
     record.write_text(to_text(from_text(record.read_text()) | new))
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Quantizer = Any  # of Transformer Engine
+Quantizer = Any  # a quantizer of Transformer Engine
 Quantized = Any
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
-watchers: list[Callable[[Quantizer, Tensor], None]] = []  # called with each quantisation
+# functions that are called at each quantisation
+watchers: list[Callable[[Quantizer, Tensor], None]] = []
 
 
 def quantize(
@@ -64,7 +65,7 @@ def _empty(quantizer: Quantizer, like: Tensor) -> Quantized:
         if quantizer.columnwise_usage and not _reads_columns_of_rows():
             made._transpose = data
         return made
-    if not hasattr(quantizer, "storage_metadata"):  # older than 2.20
+    if not hasattr(quantizer, "storage_metadata"):  # Transformer Engine before 2.20
         return quantizer.make_empty(like.shape, dtype=like.dtype, device="cpu")
     return create_empty_quantized_tensor(quantizer, like.shape, like.dtype, None, False)
 

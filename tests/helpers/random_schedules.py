@@ -19,7 +19,7 @@ from megatron_ext.schedule.problem import P2P, Problem, ScheduleOptions
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.schedules import RECEIVES, SENDS, B, F, I, W
 
-# A property must not fail because the machine is busy.
+# Settings of a property test, which must not fail because the machine is busy.
 PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -93,7 +93,8 @@ def random_schedule(random: Random, problem: Problem) -> Schedule:
     while ready:
         action = random.choice(ready)
         if action.kind is F:
-            action = next(a for a in ready if a[:2] == action[:2])  # the first to become possible
+            # take the forward pass that became possible first
+            action = next(a for a in ready if a[:2] == action[:2])
         elif in_order:
             action = min(a for a in ready if a[:2] == action[:2])
         ready.remove(action)
@@ -117,7 +118,8 @@ class Case:
     problem: Problem
     schedule: Schedule
 
-    def __repr__(self) -> str:  # so that a failing example is short enough to read
+    # a failing example is printed as a table, which is short enough to read
+    def __repr__(self) -> str:
         rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
         return f"{self.problem.placement}, {format_costs(self.problem.costs)}\n{rows}"
 

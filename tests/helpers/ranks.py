@@ -40,8 +40,8 @@ from tests.helpers.combinations import IS_NIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds after which a rank is taken to hang. Far more than any rank needs on a busy machine, and
-# less than the ten minutes or more after which torch stops waiting and ends it.
+# Seconds after which a rank is taken to hang. No rank needs nearly as long, even on a busy machine,
+# and torch ends a waiting rank only after ten minutes or more.
 HANGS = 240.0
 
 
@@ -52,7 +52,8 @@ class RankResult:
     Ranks of a `Script` have neither; their traceback is in ``stderr``.
     """
 
-    exit_code: int | None  # negative: the signal that ended the rank; None: the test had to kill it
+    # negative number of the signal that ended the rank; None if the test had to kill it
+    exit_code: int | None
     seconds: float
     value: Any = None
     error: str = ""
@@ -68,14 +69,16 @@ class Request:
     function: Callable[[int], Any]
     folder: str
     connect: bool
-    takes_modules_apart: bool = False  # at its end, if it is the rank of a `Script`
+    # whether a `Script`'s rank ends with Python's full shutdown, which takes modules apart
+    takes_modules_apart: bool = False
 
     def run(self) -> Any:
         """Run the function to its end, in the rank."""
         os.setpgid(0, 0)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        # a rank that ends at once leaves files that its exit would remove
+        # Temporary files go into the test's folder, as a rank that ends at once does not remove
+        # them.
         tempfile.tempdir = self.folder
         file = os.open(f"{self.folder}/{self.rank}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 2)
@@ -88,7 +91,8 @@ class Request:
                 rank=self.rank,
                 world_size=self.ranks,
             )
-            dist.barrier()  # else a rank that ends at once is gone before others have connected
+            # without this barrier a rank that ends at once may be gone before others have connected
+            dist.barrier()
         return _call_in_one_chunk(self.function, self.rank)
 
 
@@ -96,9 +100,10 @@ def _call_in_one_chunk(function: Callable[[int], Any], rank: int) -> Any:
     return function(rank)
 
 
-# Python keeps its frames in chunks of 16 KiB, and maps and unmaps one where calls cross its end: in
-# a training thousands of times, which took a twentieth of a rank's CPU time. A function that claims
-# 40,000 words of stack gets a chunk of 512 KiB, and everything that it calls is in the same chunk.
+# Python stores frames in chunks of 16 KiB, and maps and unmaps a chunk whenever calls cross its
+# end: in a training thousands of times, which took a twentieth of a rank's CPU time. A function
+# that claims 40,000 words of stack gets a chunk of 512 KiB, and all functions that it calls use the
+# same chunk.
 _call_in_one_chunk.__code__ = _call_in_one_chunk.__code__.replace(co_stacksize=40_000)
 
 
@@ -109,8 +114,8 @@ def share_gloo_device() -> None:
     comes. A rank of Megatron has 24 to 88 groups, whose threads took a tenth of its CPU time.
     """
     device = dist.ProcessGroupGloo.create_device(interface="lo")
-    # For as long as the process lives: freeing a device waits for its thread, in some cases
-    # forever.
+    # The device stays referenced as long as the process lives: freeing it waits for its thread, in
+    # some cases forever.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
 
     def create(asked: Any, _: object) -> dist.ProcessGroupGloo:
@@ -156,7 +161,9 @@ class ThisProcess:
         with open(f"{request.folder}/{request.rank}", "wb") as file:
             pickle.dump(result, file)
         for worker in multiprocessing.active_children():
-            worker.kill()  # the writers of a checkpoint, which the interpreter's shutdown would end
+            # a checkpoint's writing processes are killed, which the interpreter's shutdown would
+            # end
+            worker.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1 if "error" in result else 0)
@@ -170,7 +177,7 @@ class Script:
     """Forks ranks from the top level of this file, run as a script."""
 
     def __init__(self) -> None:
-        self._tests: set[str] = set()  # tests that have had ranks
+        self._tests: set[str] = set()  # names of the tests that have had ranks
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -186,7 +193,8 @@ class Script:
     def fork(self, request: Request) -> int:
         """Start a rank. The function of ``request`` must be one that another process can import by
         its name."""
-        test = re.split(r"[\[ ]", os.environ.get("PYTEST_CURRENT_TEST", ""))[0]  # without its case
+        # name of the running test, without its case
+        test = re.split(r"[\[ ]", os.environ.get("PYTEST_CURRENT_TEST", ""))[0]
         is_first = request.rank == 0 and test not in self._tests
         self._tests.add(test)
         self._connection.send(replace(request, takes_modules_apart=is_first or IS_NIGHT))
@@ -252,7 +260,8 @@ class RunningRanks:
             time.sleep(0.01)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # the writers of a checkpoint, for example
+                # also kills processes of the rank, such as the writers of a checkpoint
+                os.killpg(pid, signal.SIGKILL)
         for rank in killed:
             self._ended[rank] = (None, self._ended[rank][1])
 
@@ -266,7 +275,7 @@ class RunningRanks:
 
     def _result(self, rank: int) -> RankResult:
         left = {}
-        # A rank that was killed, or one of a Script, has written nothing or half of it.
+        # A rank that was killed, or a rank of a `Script`, has written no result, or half of one.
         with contextlib.suppress(OSError, EOFError), open(f"{self._folder}/{rank}", "rb") as file:
             left = pickle.load(file)
         return RankResult(*self._ended[rank], **left, stderr=self.stderr(rank))
@@ -337,7 +346,7 @@ def use_huge_pages() -> None:
         libc.madvise(start, size, _MADV_COLLAPSE)
 
 
-_MADV_COLLAPSE = 25  # of Linux 6.1
+_MADV_COLLAPSE = 25  # number of this advice in Linux since 6.1
 
 
 def lasting_folder() -> Path:
@@ -375,11 +384,14 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
         theirs.close()
         return ours
     try:
-        # Everything else that the test process has open, such as its end of a `Script`'s pipe, must
-        # be closed here too. Otherwise the reader at the other end would wait forever.
+        # All other files and pipes that this process inherited from the test process, such as the
+        # end of a `Script`'s pipe, must be closed here too. Otherwise the reader at a pipe's other
+        # end would wait forever.
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        gc.freeze()  # no object of the test process closes a file number that a store has by then
+        # keeps inherited objects alive, since a file number that one of them closes may by then be
+        # a store's
+        gc.freeze()
         stores = {}
         while True:
             port = theirs.recv()
@@ -389,7 +401,8 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
                 theirs.send(store.port)
             else:
                 del stores[port]
-    finally:  # the test process or Ctrl-C ended this one: never return into the tests
+    # the test process or Ctrl-C has ended this process, which must never return into the tests
+    finally:
         os._exit(0)
 
 
@@ -419,9 +432,10 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
         if isinstance(message, int):
             connection.send(ThisProcess().exit_code(message))
             continue
-        if imported < len(sys.modules):  # imported for this request
+        if imported < len(sys.modules):  # modules were imported for this request
             imported = len(sys.modules)
-            # else the shutdown of a rank collects garbage, and so first copies all of this
+            # Without this call the shutdown of a rank would collect garbage, and so first copy all
+            # these modules.
             gc.freeze()
             use_huge_pages()
         pid = os.fork()

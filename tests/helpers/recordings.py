@@ -41,7 +41,7 @@ class Course:
         )
     )
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"num_layers": 2, "clip_grad": 0})
-    # recorded instead of the tensors above, from this iteration on
+    # Tensors that replace those above from iteration ``changed_from`` on.
     changed: Mapping[int, Tensors] = field(default_factory=dict)
     changed_from: int = 3
 

@@ -17,9 +17,9 @@ class Run:
     """How a schedule ran: when each action began and ended, or what went wrong."""
 
     times: Mapping[Action, tuple[float, float]]
-    # the action at which each stuck rank waits, and messages that never moved
+    # The action at which each stuck rank waits, and the messages that never moved.
     stuck: tuple[Action, ...] = ()
-    fault: str = ""  # an action that a rank could not do, or that was never done
+    fault: str = ""  # description of an action that a rank could not do, or that was never done
 
     @property
     def ended_well(self) -> bool:
@@ -61,18 +61,21 @@ class _Ranks:
         self.held_up = held_up
         self.rank_of = schedule.placement.rank_of
         self.times: dict[Action, tuple[float, float]] = {}
-        # messages that may be used, or whose tensor may be freed
+        # Times from which received messages may be used, or sent tensors may be freed.
         self.there: dict[Action, float] = {}
-        self.started: dict[Action, float] = {}  # messages
+        self.started: dict[Action, float] = {}  # start times of messages
         self.sends: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)
         self.moved: dict[tuple[int, int, bool], int] = defaultdict(int)
         self.calls: dict[Kind, list[list[Action]]] = {k: [[] for _ in schedule.rows] for k in MADE}
-        self.called: dict[Kind, int] = defaultdict(int)  # collectives that all ranks have run
+        # number of collectives of each kind that all ranks have run
+        self.called: dict[Kind, int] = defaultdict(int)
         self.first = [self.rank_of.index(rank) for rank in range(len(schedule.rows))]
         self.free = [0.0 for _ in schedule.rows]
-        self.where: dict[Action, str] = {}  # the output of a pass: here, leaving or gone
-        self.copied: dict[tuple[int, str], float] = {}  # when a rank's link is free in a direction
+        # place of the output of each pass: here, leaving or gone
+        self.where: dict[Action, str] = {}
+        # time when a rank's link to the host is free in a direction
+        self.copied: dict[tuple[int, str], float] = {}
 
     def run(self) -> Run:
         at = [0 for _ in self.schedule.rows]
@@ -337,7 +340,8 @@ class _Ranks:
         read: dict[tuple[int, Kind], list[int]] = defaultdict(list)
         for row in self.schedule.rows:
             for action in row:
-                # BCAST_E sends the tokens, before F of the first stage
+                # BCAST_E, which comes before F of the first stage, also reads data: it sends the
+                # tokens.
                 if action.kind in (F, Kind.BCAST_E):
                     read[action.stage, action.kind].append(action.microbatch)
         if any(order != read[0, F] for order in read.values()):
@@ -357,7 +361,8 @@ class _Ranks:
                     raise _Fault(f"microbatch {k} on rank {rank}: waited for {waits}")
 
 
-# By copy or wait, the pass whose output it moves, and where the output is before and after.
+# For each copy, and wait for a copy: the pass whose output is copied, and where the output is
+# before and after.
 COPIES: dict[Kind, tuple[Kind, str, str]] = {
     Kind.OFFLOAD_F: (F, "here", "leaving"),
     Kind.FREE_F: (F, "leaving", "gone"),
@@ -374,7 +379,7 @@ USERS: dict[Kind, tuple[Kind, ...]] = {F: (I, B), I: (W,)}
 COPIED_BACK = {I: (Kind.RELOAD_F, F), B: (Kind.RELOAD_F, F), W: (Kind.RELOAD_I, I)}
 
 
-# By pass of the vocabulary, the collective that brings its input.
+# Collectives that bring the inputs of the vocabulary's passes.
 BROUGHT = {
     Kind.EMBEDDING: Kind.BCAST_E,
     Kind.LOGITS: Kind.BCAST_S,
@@ -392,8 +397,8 @@ GIVEN = {
 }
 
 
-# By collective, the stage whose rank alone gives a tensor (None: every rank does), and the passes
-# one of which computes it. The tokens exist from the beginning.
+# For each collective: the stage whose rank alone gives a tensor (None if every rank does), and the
+# passes one of which computes the tensor. The tokens exist from the beginning.
 MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
     Kind.BCAST_E: (0, ()),
     Kind.REDUCE_E: (None, (Kind.EMBEDDING,)),
@@ -411,7 +416,8 @@ class _BatchedRanks(_Ranks):
     def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
         super().__init__(schedule, problem, held_up)
         self.batches = [deque(_batches(row)) for row in schedule.rows]
-        self.ended = [0.0 for _ in schedule.rows]  # when the latest batch of each rank had moved
+        # time at which the latest batch of each rank had moved
+        self.ended = [0.0 for _ in schedule.rows]
 
     def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
         return (

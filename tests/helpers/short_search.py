@@ -22,7 +22,7 @@ def fast_packer(shop: JobShop) -> Pack:
     times (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
     try:
         from megatron_ext.search import compiled
-    except Exception:  # a numba that does not match its numpy may raise anything
+    except Exception:  # a numba that does not match its numpy may raise any exception
         return _in_python(shop)
     return compiled.compiled_packer(shop)
 

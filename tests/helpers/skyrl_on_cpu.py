@@ -21,7 +21,8 @@ from tests.helpers.launched_script import printed_by_ranks
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("skyrl_policy.py")
-# Packages that SkyRL imports for its logs, annotations, environments, checkpoints and servers.
+# Packages that SkyRL imports for its logs, annotations, environments, checkpoints and servers, and
+# that stand-ins replace.
 _OF_SKYRL = (
     "aiohttp",
     "cloudpathlib",
@@ -34,11 +35,12 @@ _OF_SKYRL = (
 
 
 def import_skyrl() -> None:
-    # this module prepares, once, work that each rank would repeat
+    # The import of megatron_runs does work once that each rank would repeat.
     assert megatron_runs.SCRIPT.exists()
     with stand_ins(*OF_BRIDGE, "torch.utils.tensorboard", *_OF_SKYRL):
-        # Two functions that SkyRL 0.4.0 imports and no Megatron-Bridge on the index has. SkyRL uses
-        # them for the gradients of adapters that all experts share; other models need none of it.
+        # SkyRL 0.4.0 imports two functions that no published Megatron-Bridge has. SkyRL calls these
+        # functions for the gradients of adapters that all experts share; other models do not need
+        # them.
         utils: Any = importlib.import_module("megatron.bridge.peft.utils")
         utils.enable_expert_parallel_grad_sync_in_finalize = lambda chunks: None
         utils.finalize_model_grads_with_expert_adapter_sync = finalize_model_grads

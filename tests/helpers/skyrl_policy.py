@@ -35,13 +35,14 @@ from tests.helpers.small_policy import (
 )
 
 SETTINGS: dict[str, Any] = json.loads(os.environ["SKYRL_POLICY"])
-RESPONSE = 12  # tokens
+RESPONSE = 12  # number of tokens of a response
 
 
 def build_worker() -> Any:
     model, optimizer, scheduler = build_policy(
         average_in_collective=True,
-        variable_seq_lengths=True,  # this and the dispatcher as SkyRL's own providers
+        # SkyRL's own providers set this and the dispatcher in the same way
+        variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
     )
     config = TrainerConfig()
@@ -50,7 +51,8 @@ def build_worker() -> Any:
     config.algorithm.temperature = 1.0
     config.max_tokens_per_microbatch = 0
     config.remove_microbatch_padding = False
-    worker = object.__new__(MegatronPolicyWorkerBase)  # its constructor needs Ray and NCCL
+    # the worker's constructor needs Ray and NCCL, so it is not called
+    worker = object.__new__(MegatronPolicyWorkerBase)
     values = {
         "cfg": config,
         "actor_module": model,
@@ -124,7 +126,8 @@ def train(worker: Any) -> None:
         )
         for name in ("action_log_probs", "base_action_log_probs", "rollout_logprobs"):
             batch[name] = old
-        # two calls before a step of the optimizer, whose reductions SkyRL defers to that step
+        # Forward and backward run in two calls before a step of the optimizer. SkyRL defers the
+        # calls' gradient reductions to that step.
         halves = [worker.forward_backward(half) for half in batch.chunk(BATCH // 2)]
         steps.append(
             {

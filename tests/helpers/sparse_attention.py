@@ -10,9 +10,9 @@ from megatron.core.models.gpt import experimental_attention_variant_module_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-# Settings of the attention of a small model. The indexer's rotation is a kernel that no CPU runs.
-# With small weights its loss would depend on rounding. With few heads a ReLU makes many scores 0,
-# among which torch.topk chooses any.
+# Settings of sparse attention in a small model. The indexer does not rotate, as its rotation is a
+# kernel that no CPU runs. Weights are large, as its loss would otherwise depend on rounding.
+# Scores get no ReLU: with few heads it makes many scores 0, among which torch.topk chooses any.
 SPARSE = {
     "add_bias_linear": False,
     "normalization": "RMSNorm",

@@ -181,8 +181,10 @@ class LinearStage:
         draw = torch.Generator().manual_seed(self.number)
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw))
         self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=draw))
-        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
-        self._checkpointed: dict[int, Tensor | None] = {}  # inputs, between F and R
+        # input and output of F or R, until the backward pass
+        self._between: dict[int, tuple[Tensor | None, Tensor]] = {}
+        # inputs of microbatches between their F and their R
+        self._checkpointed: dict[int, Tensor | None] = {}
         self._unsent: dict[int, Tensor] = {}
 
     @property
@@ -274,7 +276,8 @@ class LinearStage:
     def _input_gradient(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, y = self._between.pop(microbatch)
         with queue.collecting(self.number, microbatch):
-            # torch.autograd.backward would compare dy's shape with the freed y's.
+            # The engine is called directly, as torch.autograd.backward would compare dy's shape
+            # with that of y, which was freed.
             torch.autograd.Variable._execution_engine.run_backward(
                 (y,),
                 (torch.ones_like(y) if dy is None else dy,),
@@ -336,7 +339,8 @@ class CountingTransport:
 class InOrderGroup(PipelineGroup):
     """A group as strict as NCCL: one batch after the other, and one work for a whole batch."""
 
-    _start_at_once = PipelineGroup.start  # also if a test replaces that later
+    # the function at import, in case a test replaces PipelineGroup.start later
+    _start_at_once = PipelineGroup.start
 
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(pipeline, device)

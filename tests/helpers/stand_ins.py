@@ -45,8 +45,9 @@ class _Module(types.ModuleType):
         return _decorator if name in _DECORATORS else _stand_in(name)
 
 
-# Packages that Megatron-Bridge imports with and without a GPU: fault tolerance (the index has no
-# version that Megatron accepts), image data, kernels, distillation and quantisation, diffusion.
+# Packages that Megatron-Bridge imports even without a GPU, and that stand-ins replace: for fault
+# tolerance (PyPI has no version that Megatron accepts), image data, kernels, distillation and
+# quantisation, and diffusion.
 OF_BRIDGE = (
     "nvidia_resiliency_ext.inprocess",
     "megatron.energon",
@@ -54,7 +55,7 @@ OF_BRIDGE = (
     "modelopt",
     "diffusers",
 )
-_DECORATORS = ("stateless",)  # of Megatron-Energon
+_DECORATORS = ("stateless",)  # names of Megatron-Energon's decorators
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

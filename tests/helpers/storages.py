@@ -38,10 +38,11 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.c10d.allreduce_.default and ProcessGroup.unbox(args[1]).size() == 1:
-            # A sum over one rank. gloo's thread drops its tensor a moment after the wait for it.
+            # A sum over one rank is skipped, as gloo's thread drops its tensor only a moment after
+            # the wait for it.
             return args[0], FakeWork().boxed()
         result = func(*args, **(kwargs or {}))
-        # torch.tensor() announces its new tensor by an operation on it
+        # torch.tensor() runs this operation on its new tensor, which counts as new.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {storage._cdata for storage in storages(given)}
         for storage in storages(result):
@@ -85,7 +86,8 @@ def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[i
         kinds = RULES[kind].covers
         if Kind.FORWARD in kinds:
             moving.discard((Kind.RECV_F, stage, microbatch))
-            moving.discard((Kind.SEND_F, stage - 1, microbatch))  # passed on within this rank
+            # the activation was passed on within this rank
+            moving.discard((Kind.SEND_F, stage - 1, microbatch))
             if not placement.is_last(stage):
                 moving.add((Kind.SEND_F, stage, microbatch))
         elif Kind.BACKWARD_INPUT in kinds:

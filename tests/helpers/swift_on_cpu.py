@@ -115,10 +115,10 @@ def train(folder: Path, training: str, ranks: int, changes: dict[str, str]) -> s
 
 def import_swift() -> None:
     """Import ms-swift in a process in which Megatron finds Transformer Engine's classes."""
-    # this module prepares, once, work that each rank would repeat
+    # The import of megatron_runs does work once that each rank would repeat.
     assert megatron_runs.SCRIPT.exists()
     use_transformer_engine("2.20.2")
-    sys.path.insert(0, "")  # the launcher replaces the first entry by the script's folder
+    sys.path.insert(0, "")  # the launcher will replace the first entry by the script's folder
     attention: Any = importlib.import_module("megatron.core.transformer.dot_product_attention")
     provider: Any = importlib.import_module(
         "megatron.core.extensions.transformer_engine_spec_provider"
@@ -126,7 +126,8 @@ def import_swift() -> None:
     attention.DotProductAttention.forward = by_sequence(attention.DotProductAttention.forward)
     provider.TEDotProductAttention = attention.DotProductAttention
     importlib.reload(importlib.import_module("megatron.core.models.gpt.gpt_layer_specs"))
-    for name in ("einops",):  # transformer_engine_on_cpu has a stand-in for it
+    # ms-swift needs the real package, not the stand-in of transformer_engine_on_cpu
+    for name in ("einops",):
         sys.modules.pop(name, None)
     with stand_ins("trl"):
         importlib.import_module("swift.megatron")

@@ -61,14 +61,15 @@ def where_cuda_is(build: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     from swift.megatron import MegatronTrainer, megatron_sft_main
 
-    torch.cuda.device_count = lambda: 1  # else mcore-bridge does not seed Megatron's generators
+    # with no device, mcore-bridge would not seed Megatron's generators
+    torch.cuda.device_count = lambda: 1
     base: Any = importlib.import_module("swift.megatron.trainers.base")
     for name in ("get_mcore_model", "prepare_mcore_model"):
         setattr(base, name, where_cuda_is(getattr(base, name)))
     callbacks: Any = importlib.import_module("swift.megatron.callbacks")
     callbacks.megatron_callbacks_map["tensorboard"] = callbacks.MegatronCallback
     pipeline: Any = importlib.import_module("swift.megatron.pipelines.train.sft")
-    pipeline.plot_images = lambda *_: None  # of TensorBoard's records
+    pipeline.plot_images = lambda *_: None  # ms-swift would plot TensorBoard's records
     steps: list[Any] = []
     losses: list[Any] = []
     record(MegatronTrainer, steps, losses)

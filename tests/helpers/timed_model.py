@@ -36,12 +36,13 @@ from megatron_ext.schedule.action import Action, Kind
 from scripts.pretrain_gpt import model_provider
 
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
-_Queue = tuple[int, int]  # ranks whose messages follow one another
+_Queue = tuple[int, int]  # sending and receiving rank, whose messages follow one another
 
-_SIZE = 64  # the most stages, and the most microbatches
-_STEP = 1e3  # seconds: longer than any step
-_RANKS, _MESSAGES = 4, 1024  # the most ranks of a pipeline, and the most messages between two ranks
-_OF_W = "seconds_of_w"  # attribute of a weight
+_SIZE = 64  # largest number of stages, and of microbatches
+_STEP = 1e3  # seconds that are longer than any step
+# largest number of ranks of a pipeline, and of messages between two ranks
+_RANKS, _MESSAGES = 4, 1024
+_OF_W = "seconds_of_w"  # attribute of a weight with the seconds of its W
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ class _StockMessages:
 
     def __init__(self, clock: _RankClock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
-        self._numbers: dict[_Queue, int] = defaultdict(int)  # of messages that this rank posted
+        # number of messages that this rank has posted in each queue
+        self._numbers: dict[_Queue, int] = defaultdict(int)
         self._ends: dict[_Queue, list[float]] = defaultdict(list)
         shape = _RANKS, _RANKS, 2, _MESSAGES
         shared = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(np.float64).itemsize)
-        # By queue, side of the queue and number, when the message was posted.
+        # Times when messages were posted, by queue, side of the queue and number.
         self._posts = np.frombuffer(shared, np.float64).reshape(shape)
         self._posts[:] = np.nan
 

@@ -144,6 +144,6 @@ class Training:
         return self.ranks, words, self.saved_at, config, self.build, self.script
 
 
-# By arguments, the results of trainings of this process.
+# Results of this process's trainings, by their arguments.
 _RUNS: dict[Any, list[Run]] = {}
 _SAVED: dict[Any, Saved] = {}

@@ -81,7 +81,9 @@ def provide(
     config.gradient_accumulation_fusion = fused
     for name, value in precision.items():
         setattr(config, name, value)
-    if grouped:  # its flag needs --moe-grouped-gemm, which is refused without a GPU
+    # this setting is made here, as its flag needs --moe-grouped-gemm, which is refused without a
+    # GPU
+    if grouped:
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         chunk = GPTModel(
@@ -97,7 +99,8 @@ def provide(
             position_embedding_type=args.position_embedding_type,
             mtp_block_spec=prediction,
         )
-    if args.untie_embeddings_and_output_weights:  # the same on whichever ranks its stages are
+    # weights drawn by name are the same on whichever ranks the stages are
+    if args.untie_embeddings_and_output_weights:
         draw_by_name(item for item in named_parameters(chunk) if item[1].dim() > 1)
     return chunk
 
@@ -110,7 +113,8 @@ def use_transformer_engine(version: str, capability: tuple[int, int] = (8, 0)) -
     """Let Megatron, which was imported without Transformer Engine, find it; in a forked process
     only."""
     on_cpu.load(on_cpu.fetch(version), capability)
-    torch.cuda.is_available = lambda: False  # else ranks would look for NCCL
+    # with Transformer Engine's stand-in torch would report a GPU, and ranks would look for NCCL
+    torch.cuda.is_available = lambda: False
     utils._te_version = None
     importlib.reload(extension)
     importlib.reload(provider)

@@ -28,7 +28,7 @@ from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers.fetched import fetched
 from tests.helpers.userbuffers_on_cpu import multiply_and_communicate
 
-# The nightly workflow adds the newest version.
+# Tested versions of Transformer Engine. The nightly workflow adds the newest one.
 VERSIONS = tuple(
     dict.fromkeys(
         ("2.8.0", "2.12.0", "2.20.2", os.environ.get("NEWEST_TRANSFORMER_ENGINE", "2.20.2"))
@@ -50,12 +50,13 @@ def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
     ``capability``: FP8 needs (9, 0), MXFP8 and NVFP4 need (10, 0).
     """
     sys.path.insert(0, str(folder))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load its libraries
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # update scales in its own Python,
-    os.environ["NVTE_TORCH_COMPILE"] = "0"  # and do not compile that
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # keeps Transformer Engine from loading its libraries
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # lets its own Python code update scales
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # keeps it from compiling that code
     torch.version.cuda = "13.0"
     sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
-    for name in ("onnx", "onnxscript", "einops"):  # for functions that these tests do not call
+    # Transformer Engine imports these for functions that the tests do not call
+    for name in ("onnx", "onnxscript", "einops"):
         sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     torch.compiler.set_stance("force_eager")
     major, minor = capability

@@ -27,17 +27,17 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
     def passes(near: int) -> Iterator[tuple[int, Kind]]:
         """Yield the passes of a rank that is ``near`` steps from its end of the pipeline."""
         far = half - near - 1
-        # Step 1: nF0.
+        # DualPipe's step 1: nF0 (n times F of direction 0).
         yield from [(0, _F)] * (2 * far)
-        # Step 2: nF0F1.
+        # DualPipe's step 2: nF0F1 (F of both directions).
         yield from [(0, _F), (1, _F)] * (near + 1)
-        # Step 3: nB1W1F1 (zero bubble: the backward is split).
+        # DualPipe's step 3: nB1W1F1, with backward passes split into I and W (zero bubble).
         yield from [(1, _I), (1, _W), (1, _F)] * far
-        # Step 4, the main step: nF0B1F1B0.
+        # DualPipe's step 4, the main step: nF0B1F1B0.
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (microbatches // 2 - ranks + near + 1)
-        # Step 5: nB1F1B0.
+        # DualPipe's step 5: nB1F1B0 (no F of direction 0 is left).
         yield from [(1, _B), (1, _F), (0, _B)] * far
-        # Step 6: nB1B0, the second half split.
+        # DualPipe's step 6: nB1B0, the second half with split backward passes.
         late: list[tuple[int, Kind]] = []
         for number in range(near + 1):
             for direction in (1, 0):
@@ -46,12 +46,12 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
                     yield direction, _I
                 else:
                     yield direction, _B
-        # Step 7: nWB0 (split).
+        # DualPipe's step 7: nWB0, with split backward passes.
         for _ in range(far):
             yield late.pop(0)
             late.append((0, _W))
             yield 0, _I
-        # Step 8: nW.
+        # DualPipe's step 8: nW (the remaining W).
         yield from late
 
     def row(rank: int) -> Iterator[Action]:
@@ -80,7 +80,8 @@ def random_two_copies(random: Random) -> TwoCopies:
     while ready:
         action = random.choice(ready)
         if action.kind is _F:
-            action = next(a for a in ready if a[:2] == action[:2])  # the first to become possible
+            # take the forward pass that became possible first
+            action = next(a for a in ready if a[:2] == action[:2])
         ready.remove(action)
         stage, kind, k = action
         rows[min(rank_of[stage], ranks - 1 - rank_of[stage])].append(action)

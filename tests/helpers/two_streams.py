@@ -17,7 +17,7 @@ from typing import Any
 
 
 class What(enum.StrEnum):
-    NODE = "node"  # node of a plan
+    NODE = "node"  # a node of Megatron's overlapped plan runs
     COLLECTIVE = "collective"
     SEND = "send"
     RECEIVE = "receive"
@@ -35,8 +35,8 @@ class Given:
     which: Any
 
 
-_Together = tuple[str, Hashable, int]  # work that several ranks do at once
-_Key = tuple[int, int] | _Together  # rank and place
+_Together = tuple[str, Hashable, int]  # key of work that several ranks do at once
+_Key = tuple[int, int] | _Together  # key of an item: its rank and position, or that of common work
 
 
 def orders_of_collectives(ranks: Sequence[Sequence[Given]]) -> dict[Any, list[list[str]]]:

@@ -31,7 +31,8 @@ class Communicator:
         self.get_buffer(local_chunk).copy_(tensor)
 
     def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
-        # Another tensor each time, as in the original: layers free tensors that they have used.
+        # Each call returns another tensor object, as the original does, since layers free tensors
+        # that they have used.
         return self._chunks()[dist.get_rank()] if local_chunk else self._buffer.detach()
 
     def gather(self) -> None:

@@ -20,7 +20,7 @@ from tests.gpu.one_gpu.wheels import unpack
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running case
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit also ends the running case
     parser = argparse.ArgumentParser(prog="scripts/gpu_tests.sh --one-gpu")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with gloo")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-tests")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.gpu.one_gpu.runner import Case, Part
 
 _HERE = "tests.gpu.one_gpu"
-CALLS = (  # host_calls.py defines these; this file must not import torch
+# calls that host_calls.py defines; they are named here, as this file must not import torch
+CALLS = (
     *("synchronize", "event", "item", "large_empty", "allocator_retry", "empty_cache"),
     *("never_used", "first_matmul", "host_register", "pin_memory", "from_pageable"),
     "first_compiled",
@@ -14,7 +15,7 @@ SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v"
 LAYERS = ("bf16", "fp8 delayed", "fp8 current", "fp8 blockwise", "mxfp8", "nvfp4")
 REPLAYS = ("replay", "loops", "values", "offload")
 SANITIZER = "TORCH_CUDA_SANITIZER"
-# factor for the time of a laptop, or of a machine that has other work
+# Factor on the time limits of cases: the CPU may be a laptop's, or may have other work.
 PATIENCE = {"cuda": 1, "cpu": 3}
 
 
@@ -24,10 +25,12 @@ def parts(kind: str) -> dict[str, Part]:
     def case(seconds: float, module: str, *words: str, **environment: str) -> Case:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
         if kind == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # also on a machine with a GPU
-            environment.pop(SANITIZER, None)  # it would query the current stream
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # run on the CPU even if the machine has a GPU
+            # torch's sanitizer would query the current stream of a GPU
+            environment.pop(SANITIZER, None)
         words = (f"{_HERE}.{module}", kind, *words)
-        python = (3, 9) if module == "host_calls" else (3, 12)  # the oldest Python of megatron_ext
+        # oldest Python that the case must run with
+        python = (3, 9) if module == "host_calls" else (3, 12)
         return Case(name, words, PATIENCE[kind] * seconds, python, environment)
 
     def part(seconds: float, *cases: Case) -> Part:

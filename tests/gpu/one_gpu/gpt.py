@@ -36,7 +36,7 @@ FLAGS = """
 --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
 ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
-LAYERS = {  # "delayed" has a state that Transformer Engine refuses to load from a checkpoint
+LAYERS = {  # flags by kind of layers; FP8 "delayed" is missing, as its state cannot be loaded again
     "local": "--transformer-impl local",
     "engine": ENGINE,
     "fp8": f"{ENGINE} --fp8-format hybrid --fp8-recipe tensorwise",

@@ -23,8 +23,8 @@ from tests.gpu.one_gpu import spinning
 from tests.gpu.one_gpu.rows import run_case, tell
 from tests.gpu.one_gpu.spinning import Spinning
 
-BLOCKS = 8  # as many as a channel between two ranks may take
-SPINS = 3.0  # seconds; a call that passes takes far less
+BLOCKS = 8  # number of thread blocks: as many as a channel between two ranks may take
+SPINS = 3.0  # seconds that the kernel spins; a call that does not wait takes far less
 COMPILE_SPINS = 100.0
 MIB = 2**20
 
@@ -89,12 +89,14 @@ def pin_memory(device: torch.device) -> Call:
 
 def from_pageable(device: torch.device) -> Call:
     buffer = torch.zeros(64 * MIB, dtype=torch.uint8)
-    torch.empty(64 * MIB, dtype=torch.uint8, device=device)  # freed, so that the copy finds memory
+    # this memory is freed at once, so that the copy finds memory
+    torch.empty(64 * MIB, dtype=torch.uint8, device=device)
     return lambda: buffer.to(device, copy=True)
 
 
 def empty_cache(device: torch.device) -> Call:
-    torch.empty(1024 * MIB, dtype=torch.uint8, device=device)  # freed, and cached
+    # this memory is freed at once, and stays in torch's cache
+    torch.empty(1024 * MIB, dtype=torch.uint8, device=device)
     return torch.cuda.empty_cache
 
 
@@ -121,7 +123,8 @@ CALLS: dict[str, tuple[str, Callable[[torch.device], Call]]] = {
     "pin_memory": ("pin_memory of 64 MiB: cudaHostAlloc", pin_memory),
     "from_pageable": ("a copy from 64 MiB of pageable memory", from_pageable),
 }
-MUST_WAIT, MUST_PASS = {"synchronize"}, {"event", "item"}  # otherwise the probe itself is wrong
+# calls that must wait and that must not; otherwise the probe itself is wrong
+MUST_WAIT, MUST_PASS = {"synchronize"}, {"event", "item"}
 
 
 def probe(name: str, device: torch.device) -> None:

@@ -17,7 +17,8 @@ def layers(kind: str, precision: str) -> None:
         _stand_in(precision)
     elif not can_split():
         raise CannotRun("Transformer Engine 2.8 or later is not installed")
-    from tests.gpu.te_layers import LAYERS, differences, missing  # imports Transformer Engine
+    # this module imports Transformer Engine
+    from tests.gpu.te_layers import LAYERS, differences, missing
 
     if kind == "cuda" and (lack := missing(precision)):
         raise CannotRun(lack)

@@ -52,7 +52,7 @@ class Criterion:
         return f"{self.what}: {figure:.3g} {self.unit}, limit {self.limit:g}: {verdict}"
 
 
-# The criteria as they were written before the first run.
+# Criteria of the rehearsal with their limits, as they were written before the first run on a GPU.
 ALLOCATED = Criterion("allocated peak off the account, on any rank", 3)
 RESERVED = Criterion("reserved above the prediction, of the activations", 15)
 TRUTH = Criterion("sum of rehearsed passes off a real step without a pipeline", 2)
@@ -65,7 +65,7 @@ GAIN = Criterion("gain over stock off the estimated one", 5, "points")
 CRITERIA = (ALLOCATED, RESERVED, TRUTH, REPLAYED, OWN_END, BLOCKS, SPLIT, ESTIMATED, GAIN)
 
 SIZES = {
-    "cuda": {  # Llama 3 8B
+    "cuda": {  # sizes of Llama 3 8B
         **{"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "seq-length": 8192},
         **{"ffn-hidden-size": 14336, "num-query-groups": 8, "vocab-size": 128255},
     },
@@ -84,7 +84,7 @@ FLAGS = """
 --eval-iters 0 --eval-interval 1000 --log-interval 1 --attention-dropout 0 --hidden-dropout 0
 --swiglu --disable-bias-linear --normalization RMSNorm --no-gradient-accumulation-fusion
 """
-SHORT = 2048  # tokens, without Transformer Engine's attention
+SHORT = 2048  # tokens of a sequence if Transformer Engine's attention is not used
 
 
 def command(kind: str, sizes: dict[str, int], ranks: int, microbatches: int) -> list[str]:
@@ -249,7 +249,8 @@ def _answer_ranks(case: str, ranks: Sequence[RankResult]) -> None:
         100 * abs(seconds / one.estimated[kind] - 1)
         for one in ranks
         for kind, seconds in one.seconds.items()
-        if one.estimated[kind]  # the CPU has no bandwidth, and lookups in tables no time
+        # kinds with an estimate: lookups in tables take no time on the CPU, as it has no bandwidth
+        if one.estimated[kind]
     ]
     answer(case, ESTIMATED, max(off))
     for criterion, figure in ((ALLOCATED, _off_account), (RESERVED, _above_prediction)):

@@ -17,7 +17,7 @@ class State(Enum):
     """Outcome of a case, in its row."""
 
     SHOWN = "shown"
-    CANNOT_RUN = "cannot run"  # this machine lacks something that the case needs
+    CANNOT_RUN = "cannot run"  # the machine lacks something that the case needs
     FAILED = "failed"
 
 
@@ -67,7 +67,8 @@ def run_case(case: str, run: Callable[[], object]) -> None:
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
         reasons = [f"{type(error).__name__}: {first}", *filter(names_error, more)]
-        words = "; ".join((reasons[0], *reasons[1:][-1:]))  # with the end of a rank's traceback
+        # the first line of the error, and the last line of a rank's traceback
+        words = "; ".join((reasons[0], *reasons[1:][-1:]))
         print(Row(case, words, State.FAILED).line(), flush=True)
         sys.exit(1)
 

@@ -16,11 +16,11 @@ from typing import TextIO
 from tests.gpu.one_gpu.rows import Row, State, names_error, parse
 
 ROOT = Path(__file__).resolve().parents[3]
-_POLL = 0.1  # seconds
-_LAST_WORDS = 2.0  # seconds that a process gets to say where it hangs
+_POLL = 0.1  # seconds between two looks at a running case
+_LAST_WORDS = 2.0  # seconds that a process has, after a signal, to print where it hangs
 _LONGEST_REASON = 200
 MISSING = "ModuleNotFoundError"
-_ENDED_BY_US = "Fatal Python error: Aborted"  # printed by Python at SIGABRT
+_ENDED_BY_US = "Fatal Python error: Aborted"  # line that Python prints at SIGABRT
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def _run(case: Case, seconds: float, folder: Path) -> Iterator[Row]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all its ranks can be ended with it
+            # with a session of its own all ranks of the case can be ended together
+            start_new_session=True,
         )
         try:
             end = time.monotonic() + seconds
@@ -120,10 +121,12 @@ def _rows(output: TextIO) -> Iterator[Row]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process, and all processes that it started."""
-    for signum in (signal.SIGABRT, signal.SIGKILL):  # at the first one Python prints where it is
+    # at SIGABRT Python prints where it is; SIGKILL ends it
+    for signum in (signal.SIGABRT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it from ending
+        # a GPU driver may keep the process from ending
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LAST_WORDS)
 
 

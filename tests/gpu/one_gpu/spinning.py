@@ -20,10 +20,12 @@ from megatron_ext.rehearsal.cuda_driver import load_kernels, start_kernel
 THREADS = 640
 MOST_BLOCKS = 256
 
-_HELD = 84  # registers that live as long as the kernel spins; with the others, and rounded up, 96
+# registers of a thread in use while the kernel spins; with the others, rounded up, there are 96
+_HELD = 84
 
-# flags[0]: the host sets it to end the kernel. flags[1 + block]: 1 while the block spins, 2 once it
-# has ended. limit: nanoseconds after which the kernel ends by itself.
+# Arguments of the kernel. flags[0]: the host sets this flag to end the kernel. flags[1 + block]: 1
+# while the block spins, 2 once the block has ended. limit: nanoseconds after which the kernel ends
+# by itself.
 _BODY = """
 .version 7.0
 .target sm_70

@@ -28,7 +28,8 @@ from tests.gpu.one_gpu.gpt import layer_flags, train
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal
 
-# Indices of 4,096 x 4 numbers of 8 bytes are just large enough to be offloaded.
+# Length of a sequence. With 4,096 tokens and 4 experts for each, the 8-byte indices are just large
+# enough to be offloaded.
 SEQUENCE = {"cuda": "4096", "cpu": "16"}
 EXPERTS = """
 --num-layers 4 --num-attention-heads 2 --num-experts 8 --moe-router-topk 4
@@ -37,9 +38,10 @@ EXPERTS = """
 --moe-shared-expert-overlap
 """
 COMPARABLE = {
-    # The sanitizer's dispatch mode compiles nothing, and compiled code rounds differently.
+    # Nothing is compiled under the dispatch mode of torch's sanitizer, and compiled code rounds
+    # differently.
     "TORCHDYNAMO_DISABLE": "1",
-    # Megatron requires these with --deterministic-mode.
+    # Megatron requires these variables with --deterministic-mode.
     "NCCL_ALGO": "Ring",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -86,7 +88,8 @@ def capture(kind: str) -> None:
     with apply(graphs.patches(PipelineConfig())):
         figure, is_good = _captured(recorder)
     tell("a graph captured beside the watchdog", figure, is_good)
-    figure, _ = _captured(recorder)  # last, as it may leave the device in a bad state
+    # this capture comes last, as it may leave the device in a bad state
+    figure, _ = _captured(recorder)
     tell("the same where the watchdog asks", figure)
 
 
@@ -97,7 +100,7 @@ def _captured(recorder: Recorder) -> tuple[str, bool]:
         torch.cuda._sleep(1000)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):  # synchronizes first
+        with torch.cuda.graph(graph):  # the capture begins with a synchronisation
             y.add_(x)
             time.sleep(50 * watchdog.LOOK_SECONDS)
             y.add_(x)

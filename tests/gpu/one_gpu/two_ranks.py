@@ -34,7 +34,7 @@ from tests.helpers.ranks import torchrun_environment
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2
 OLDEST_NCCL = (2, 30)
-_GRACE = 5.0  # seconds from the failure of a rank to the end of the others
+_GRACE = 5.0  # seconds that the other ranks have to end after one rank has failed
 _DEADLINE = time.monotonic() + float(os.environ.get("ONE_GPU_SECONDS", "inf")) - _GRACE
 
 
@@ -74,9 +74,11 @@ def run_ranks(
                             "NCCL_SOCKET_IFNAME": "lo",
                             "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                             "NCCL_MAX_CTAS": "8",
-                            # All streams in one queue, as Megatron requires for tensor parallelism.
+                            # All streams share one hardware queue, as Megatron requires for tensor
+                            # parallelism.
                             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                            "TORCHINDUCTOR_CACHE_DIR": cache,  # fresh, so the first F compiles
+                            # this cache is empty, so the first forward pass compiles
+                            "TORCHINDUCTOR_CACHE_DIR": cache,
                             **environment,
                         },
                         stdin=subprocess.DEVNULL,
@@ -170,7 +172,8 @@ def step(kind: str, spec: str, p2p: str) -> None:
         raise CannotRun(refusal())
     with tempfile.TemporaryDirectory() as results:
         words = ("-m", "tests.gpu.nccl_rank", spec, p2p, kind, results)
-        # The step compiles anew what was compiled to measure the bytes held.
+        # Without caches the step compiles the code anew that was compiled to measure the bytes
+        # held.
         again = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         run_ranks(RANKS, words, f"step-{spec}-{p2p}", again)
         seen = [pickle.loads((Path(results) / str(rank)).read_bytes()) for rank in range(RANKS)]

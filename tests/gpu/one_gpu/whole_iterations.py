@@ -37,9 +37,10 @@ from tests.gpu.one_gpu.two_ranks import ROOT, folder
 from tests.helpers import whole_graphs
 
 REPLAYS = 10
-STEPS = 1 + REPLAYS  # one warms up; the capture's own runs nothing, and ends with a replay
+# the first step warms up; the step of the capture runs nothing, and ends with a replay
+STEPS = 1 + REPLAYS
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no process listens
+STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no process listens on this port
 ALONE = ("--fake-process-group", "--pipeline-model-parallel-size", "2")
 GRAPH = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1")
 

@@ -29,7 +29,7 @@ from tests.helpers.covers.vocabulary import (
 ROOT = Path(__file__).resolve().parents[3]
 NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
 PLUGIN = "tests.helpers.covers.collecting"
-OUTPUT = "MEGATRON_EXT_COVERS"  # the variable that tells the plugin where to write
+OUTPUT = "MEGATRON_EXT_COVERS"  # environment variable that tells the plugin where to write
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def covers(
         return []
     settings = {name: value for name, value in flags.items() if name in _KNOWN}
     settings["precision"] = next((name for name in ("bf16", "fp16") if flags.get(name)), "fp32")
-    # on by default, except with dynamic loss scales, whose gradients may be NaN
+    # This check is on by default, except with dynamic loss scales, whose gradients may be NaN.
     settings["check_for_nan_in_grad"] = settings["precision"] != "fp16"
     if flags.get("grad_reduce_in_bf16"):
         settings["grad_reduce_in_fp32"] = False

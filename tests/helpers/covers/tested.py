@@ -11,7 +11,7 @@ from tests.helpers.covers.feature import Feature
 from tests.helpers.covers.markers import Shown
 from tests.helpers.covers.vocabulary import GRADES, TOGETHER, features, is_known
 
-# One feature, or two at once, that a test has to show.
+# Features that some test has to show: one, or two in one training.
 Wanted = tuple[Feature, ...]
 
 

@@ -24,12 +24,14 @@ from tests.helpers.covers.feature import (
     switch,
 )
 
-KINDS = ("line", "loop", "v")  # of zb-h1; of interleaved-zb; of V and wave schedules
-GRADES = ("A", "B", "C")  # the best one first
+# kinds of schedules: zb-h1's placement, interleaved-zb's, and those of V and wave schedules
+KINDS = ("line", "loop", "v")
+GRADES = ("A", "B", "C")  # grades of tests, the best one first
 
 LOW_PRECISIONS = ("fp8_delayed", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4")
 CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "layer")
-WHOLE_LAYERS = "layer"  # captured if cuda_graph_scope names no modules
+# value for whole layers, which are captured if cuda_graph_scope names no modules
+WHOLE_LAYERS = "layer"
 _RECOMPUTED = (
     *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mhc"),
     *("gdn", "gdn_norm_out", "mamba"),
@@ -254,7 +256,8 @@ OTHER_NAMES = {
     "cuda_graph_modules": "cuda_graph_scope",
 }
 
-# Features that a GPU test that has not run may show. All others run on the CPU.
+# Features that are shown by a GPU test even if the test has not run yet. All other features must be
+# shown on the CPU.
 ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "precision": LOW_PRECISIONS,
     "fp8_output_proj": ("",),
@@ -284,9 +287,10 @@ STAND_INS: Mapping[str, tuple[str, ...]] = {
     "transformer_impl": ("transformer_engine",),
 }
 
-# Features that one test must have together. A feature is always shown with a kind of schedule, and
-# all three kinds split the backward. So multi-token prediction on V schedules, image encoders on
-# loops, and graphs, FP8 and the flex dispatcher with a split backward need no line here.
+# Features that one test must have together. Each feature is already shown with each kind of
+# schedule, and all three kinds split the backward pass. So multi-token prediction on V schedules,
+# image encoders on loops, and graphs, FP8 and the flex dispatcher with a split backward pass need
+# no line here.
 TOGETHER = (
     ("mtp_num_layers", "context_parallel_size"),
     ("mtp_num_layers", "packed"),

@@ -66,14 +66,15 @@ VALIDATED: Flags = {
     **UNTIED,
     "pipeline_post_validation": True,
     "train_iters": 5,
-    "clip_grad": 10.0,  # above the norms of all iterations but one, see BAD
+    "clip_grad": 10.0,  # above the gradient norms of all iterations but those in BAD
     "log_interval": 10,  # steps do not overlap at an iteration that is logged
     "no_check_for_nan_in_loss_and_grad": True,
     "rerun_mode": "disabled",
 }
-# Measured in the first four iterations; the file is in a folder that git ignores.
+# Settings under which costs are measured in the first four iterations. The file is in a folder that
+# git ignores.
 MEASURED: Flags = {"pipeline_costs": "profile:build/streams/costs.json", "train_iters": 5}
-BAD = {3: 100.0}  # by iteration, the factor of its gradients
+BAD = {3: 100.0}  # factor of the gradients, by iteration
 
 
 def leaving(how: str) -> Flags:
@@ -122,8 +123,9 @@ def _train(ranks: int, flags: Flags) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "SMALL", 0)
         patch.setenv("BAD_GRADIENTS", json.dumps(BAD))
-        # `_tables` reads parameters where Megatron logs, which post-validation moves into the next
-        # step. Parameters are being gathered by then, and a real training does not read them there.
+        # `_tables`, which reads parameters when Megatron logs, is replaced. Post-validation moves
+        # the logging into the next step, when parameters are being gathered; a real training does
+        # not read them there.
         patch.setattr(megatron_runs, "_tables", lambda model: {})
         if flags.get("pipeline_costs") == "profile":
             flags = {**flags, "pipeline_costs": f"profile:{lasting_folder() / 'costs.json'}"}
@@ -141,7 +143,7 @@ def transformer_engine(version: str, schedule: str, *flags: Flags) -> Callable[[
 
 
 def _train_transformer_engine(version: str, flags: Flags) -> None:
-    on_cpu.fetch(version)  # fetched here, where a test can be skipped
+    on_cpu.fetch(version)  # the package is fetched here, where a test can still be skipped
     build = functools.partial(provide, False, False, {})
 
     def on_rank(rank: int) -> None:
@@ -201,8 +203,8 @@ def _forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
     return output, lambda output: (output.mean(), {"loss": output.mean().item()})
 
 
-# By day. Each feature is in one of these cases, and so is each of this project's waits that a trace
-# can show.
+# Cases that run by day. Each feature is in one of these cases, and so is each of this project's
+# waits that a trace can show.
 CASES: dict[str, Case] = {
     "zb-h1, experts, shared ones on a stream of theirs, offload full": Case(
         training(2, "zb-h1", MIXTURE, SIDE_STREAM, leaving("full")), 1000
@@ -210,8 +212,8 @@ CASES: dict[str, Case] = {
     "zb-v, tensor and sequence parallel, offload half": Case(
         training(4, "zb-v", SEQUENCE, leaving("half")), 1000
     ),
-    # Tables used to be gathered for the passes of the vocabulary, and a second time with the other
-    # parameters of their chunk, during these passes.
+    # This case finds a former fault: tables used to be gathered for the passes of the vocabulary,
+    # and a second time with the other parameters of their chunk, during these passes.
     "zb-v, vocabulary 2, offload fit, reductions and gathers overlapped": Case(
         training(4, "zb-v", UNTIED, OVERLAPS, leaving("fit"), pipeline_vocab_parallel=2), 500
     ),
@@ -239,7 +241,8 @@ CASES: dict[str, Case] = {
     "a failed step, two optimizer instances": Case(functools.partial(failed_step, 2), 1),
 }
 
-# At night. With experts in a latent space, operands of W are computed on the all-to-all's stream.
+# Cases that run at night. With experts in a latent space, operands of W are computed on the
+# all-to-all's stream.
 AT_NIGHT: dict[str, Case] = {
     "zb-v, Transformer Engine's stand-ins, pairs with experts in a latent space": Case(
         transformer_engine(on_cpu.VERSIONS[-1], "zb-v", PAIRS, {"moe_latent_size": 16}), 500
@@ -310,10 +313,11 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
         or ("pairs" in options and not entry.traits.keeps_pairs)
         or ("steps_overlap" in options and not _gains_by_validation(entry, options))
         or ("vocab_parallel" in options and place.name not in ("line", "v"))
-        # too little can be offloaded to fit its limit
+        # A family with one chunk a rank cannot offload enough to fit its limit.
         or ("fits" in settings and place.chunks == 1)
-        or {"pairs", "recompute"} <= {*settings}  # Megatron refuses both together
-        # some families' steps do not overlap then
+        # Megatron refuses overlapped passes together with recompute
+        or {"pairs", "recompute"} <= {*settings}
+        # With these settings the steps of some families do not overlap.
         or {"post-validation", "recompute"} <= {*settings}
         or {"post-validation", "experts"} <= {*settings}
         or {"post-validation", "experts of two ranks"} <= {*settings}

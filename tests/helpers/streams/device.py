@@ -18,7 +18,7 @@ from tests.helpers.streams.clocks import Clock, Clocks
 from tests.helpers.streams.findings import Findings
 from tests.helpers.streams.storages import Storages
 
-MAIN = 0  # the default stream
+MAIN = 0  # number of the default stream
 
 
 class Device:

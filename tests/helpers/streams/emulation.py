@@ -58,7 +58,7 @@ from tests.helpers.streams.groups import EmulatedGroups
 from tests.helpers.streams.host import EmulatedCopies, pageable
 from tests.helpers.streams.operations import Operations
 
-# Modules with code that only runs for tensors of a GPU.
+# Modules of which some code runs only for tensors of a GPU.
 _ASK_FOR_A_GPU = {
     "megatron_ext.adapter.pairs.planned_stage",
     "megatron.core.pipeline_parallel.combined_1f1b",
@@ -80,7 +80,7 @@ def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None
     run, perform = ranks.Request.run, _Execution.perform
 
     def emulated_run(request: ranks.Request) -> Any:
-        if engine.is_watching:  # this rank was forked from one that is emulated already
+        if engine.is_watching:  # this rank was forked from a process that is emulated already
             value = run(request)
         else:
             device.storages.trace = None if traces is None else []
@@ -107,7 +107,8 @@ def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None
         _replace_torch(patch, device, groups)
         patch.setattr(offload, "copies_on", partial(EmulatedCopies, device))
         patch.setattr(buffers, "whole_pages", partial(pageable, device))
-        # The engine's hooks on a parameter's node are no caller's: W would leave its weight out.
+        # W must not take the emulation's hooks on a parameter's node for a caller's, or it would
+        # leave that weight out.
         ours = parameter_hooks._WRAPPERS_HOOK, f"{Engine._hook.__qualname__}."
         patch.setattr(parameter_hooks, "_WRAPPERS_HOOK", ours)
         yield
@@ -119,7 +120,7 @@ def _replace_torch(patch: pytest.MonkeyPatch, device: Device, groups: EmulatedGr
     for name, meaning in names.items():
         patch.setattr(torch.cuda, name, meaning)
     _replace_platform(patch, device, names)
-    # Measured costs decide about programs. With a clock that counts, they are the same in each run.
+    # Measured costs decide which programs run. A clock that counts makes them equal in each run.
     count = itertools.count()
     patch.setattr(recording.HostClock, "record_event", lambda clock: float(next(count)))
     patch.setattr(torch.UntypedStorage, "resize_", watch_resizes(device))

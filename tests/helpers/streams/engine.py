@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.helpers.streams.clocks import Clock
 from tests.helpers.streams.device import Device
 
-# Older versions of torch do not tell when a node is created.
+# Whether this torch calls a hook when a node of autograd is created, which older versions do not.
 TELLS_OF_NODES = hasattr(torch.autograd.graph, "node_creation_hook")
 
 
@@ -40,7 +40,7 @@ class _Node:
     stream: int
 
 
-_Input = tuple[_Node, int]  # an input of a node
+_Input = tuple[_Node, int]  # a node, and the number of one of its inputs
 
 
 @dataclass
@@ -57,8 +57,9 @@ class _Task:
 
     ready: dict[_Input, _Ready] = field(default_factory=dict)
     leaf_streams: set[int] = field(default_factory=set)
-    additions: deque[int] = field(default_factory=deque)  # streams of the additions that come next
-    is_between: bool = True  # no node runs
+    # streams of the next additions of gradients
+    additions: deque[int] = field(default_factory=deque)
+    is_between: bool = True  # whether no node is running
     node: str = ""
 
 
@@ -173,7 +174,8 @@ class Engine:
         if consumer != before.stream:
             clocks.wait(consumer, before.event)
         task.additions.append(consumer)
-        task.ready[taken] = _Ready(consumer, event)  # the consumer need not wait for it
+        # the stream of the consumer, which need not wait for the event
+        task.ready[taken] = _Ready(consumer, event)
 
 
 _KEY = "emulated stream"

@@ -34,7 +34,7 @@ _BETWEEN_HOSTS = "the message goes from host to host, over a group that is made 
 _ON_CPU = "the host waits for a gather of gloo, which has no streams"
 _FIGURES = "the host waits for figures that it prints, which it has in memory of its own"
 
-# Waits of hosts, by file and function.
+# Allowed waits of hosts by file and function, each with its reason.
 HOST_WAITS: dict[tuple[str, str], str] = {
     ("megatron_ext/runtime/messages/channels.py", "Channels.receive_shape"): _BETWEEN_HOSTS,
     **{
@@ -135,7 +135,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _within(self, node: Any, *, is_function: bool) -> None:
-        is_inner = self._functions > 0  # its code is part of the outer function's
+        is_inner = self._functions > 0  # an inner function's code is part of the outer function's
         self._functions += is_function
         if not is_inner:
             self._names.append(node.name)
@@ -187,7 +187,8 @@ def _function(file: str, function: str) -> Any:
         found = inspect.getattr_static(found, name)
     if isinstance(found, property):
         return found.fget
-    return getattr(found, "__func__", found)  # the function of a staticmethod or a classmethod
+    # the plain function of a staticmethod or a classmethod
+    return getattr(found, "__func__", found)
 
 
 def _code_of(code: types.CodeType, name: str) -> types.CodeType:

@@ -24,7 +24,8 @@ from tests.helpers.streams.clocks import Clock
 from tests.helpers.streams.device import Device
 from tests.helpers.streams.findings import caller
 
-_Uses = tuple[Sequence[Tensor], Sequence[Tensor]]  # read, written
+# tensors that are read, and tensors that are written
+_Uses = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 def _flat(tensors: Any) -> list[Tensor]:
@@ -50,8 +51,9 @@ def _from_root(group: Any, tensors: Any, options: Any, *unused: Any) -> _Uses:
     return (_reads if group.rank() == root else _writes)(group, tensors)
 
 
-# By method of a group, the function that tells how it uses its arguments. In a reduction all ranks
-# write: if one does not, no program may rely on its tensor.
+# For each method of a process group, the function that tells which arguments it reads and writes. A
+# reduction counts as a write on all ranks: if it writes on some ranks only, no program may rely on
+# the tensor of the others.
 _COLLECTIVES: Mapping[str, Callable[..., _Uses]] = {
     "broadcast": _from_root,
     "allreduce": _writes,
@@ -83,7 +85,7 @@ _COLLECTIVES: Mapping[str, Callable[..., _Uses]] = {
 }
 _MESSAGES: Mapping[str, Callable[..., _Uses]] = {"send": _reads, "recv": _writes}
 
-# Methods at which hosts wait or learn something.
+# Methods of a process group at which hosts wait or learn something, without any work on a stream.
 _HARMLESS = {
     "BackendType",
     "_add_ephemeral_timeout",

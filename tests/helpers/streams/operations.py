@@ -21,10 +21,10 @@ from tests.helpers.streams.engine import Engine
 from tests.helpers.streams.groups import EmulatedGroups
 from tests.helpers.streams.storages import Memory
 
-# Factories that use only the sizes of their tensor argument.
+# Pattern of operations that create a tensor and read only the sizes of their tensor argument.
 _FACTORY = re.compile(r"aten::(new_.*|.*_like)")
 
-# Operations from which the host needs a number.
+# Operations whose result the host needs as a number.
 _WAITED_FOR = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -68,7 +68,7 @@ class Operations(TorchDispatchMode):
         storages = device.storages
         new = [t for t in made if t.untyped_storage() not in storages]
         if not (reads or writes or new):
-            return  # a view
+            return  # the operation makes a view
         stream = self._engine.stream_of_addition()
         if stream is None:
             stream = device.current

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.helpers.streams.clocks import Clocks
 from tests.helpers.streams.findings import Findings
 
-_Range = tuple[int, int, int]  # stream, first byte, byte after the last
+_Range = tuple[int, int, int]  # range of memory: stream, first byte, byte after the last
 _Use = tuple[int, str]  # time, and the name of the operation
 
 
@@ -94,7 +94,7 @@ class Storages:
         self._freed: defaultdict[int, list[tuple[int, _Use]]] = defaultdict(list)
         self._count = 0
         self.trace: list[Event] | None = None
-        self.place = ""  # the action that the rank runs, for findings
+        self.place = ""  # action that the rank runs, for reports of findings
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._references
@@ -162,7 +162,7 @@ class Storages:
         reference = self._references.get(storage._cdata)
         if reference is not None:
             return reference.state
-        return self._add(storage, 0, Memory.DEVICE)  # older than the emulation
+        return self._add(storage, 0, Memory.DEVICE)  # the storage is older than the emulation
 
     def _add(self, storage: torch.UntypedStorage, stream: int, memory: Memory) -> _State:
         self._count += 1
