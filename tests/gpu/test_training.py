@@ -136,9 +136,9 @@ def test_divided_sequences_have_stocks_losses(schedule: str, tmp_path: Path) -> 
 def test_steps_that_overlap_have_the_losses_of_those_that_do_not(
     schedule: str, overlaps: bool
 ) -> None:
-    """Steps that overlap under post-validation have the losses of steps that do not. At first every
-    step is clipped, later none is, so some steps are rolled back, on streams. Snapshots of the
-    state that they overwrite are on the device."""
+    """Steps that overlap under post-validation have the losses of steps that do not. Early steps
+    are clipped and later ones are not, so some steps are rolled back, with kernels on several
+    streams. Snapshots of the state that a step overwrites are on the device."""
     flags: dict[str, Any] = {
         "untie_embeddings_and_output_weights": True,
         "clip_grad": 1.0,

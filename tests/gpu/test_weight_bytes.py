@@ -32,8 +32,8 @@ WIDTH, TOKENS = 4096, 32
 )
 def test_copies_of_a_step_are_those_of_the_formula(precision: str, recipe: str) -> None:
     """The copies of weights in low precision are as large as the formula says. Weights are cast
-    once for all microbatches of a step, by rows and by columns. Blackwell needs only one of both if
-    a matrix has one scale, as its products accept either."""
+    once for all microbatches of a step, by rows and by columns. Blackwell needs only one of the two
+    copies if a matrix has one scale, as its products accept either."""
     if lacks := missing(precision):
         pytest.skip(lacks)
     te = importlib.import_module("transformer_engine.pytorch")

@@ -186,8 +186,9 @@ def test_what_cannot_run_again_is_refused(step: Callable[..., Any], text: str) -
 
 
 def test_a_loss_of_the_first_run_is_refused() -> None:
-    """A forward_step_func may compute its loss by itself, from the output that it got. The first
-    run's output has no gradient, so such a loss trained nothing, and an assertion failed."""
+    """A forward_step_func that computes its loss by itself, from the output that it got, is refused
+    under recompute. The first run's output has no gradient, so such a loss would train nothing; it
+    used to fail an assertion."""
 
     def computed(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any]:
         output = model(next(iterator), scale=1.0)
@@ -200,7 +201,7 @@ def test_a_loss_of_the_first_run_is_refused() -> None:
 
 def test_it_runs_again_under_the_callers_autocast() -> None:
     """A recomputed pass computes in the type of the first one. A forward_step_func may call the
-    model within torch's autocast, which the second run did not enter."""
+    model within torch's autocast, which the recomputed pass used not to enter."""
     types: list[torch.dtype] = []
 
     class Noting(Model):
@@ -243,8 +244,8 @@ def test_multi_token_prediction_is_logged_in_the_second_run_alone(
 @pytest.mark.usefixtures("patched")
 def test_both_runs_choose_the_same_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recomputed pass chooses experts in the same order as the first one. In the first pass,
-    which runs without gradients, Megatron left the chosen experts unsorted, so sums of scores
-    differed in the last bit."""
+    which runs without gradients, Megatron leaves the chosen experts unsorted, so sums of scores
+    used to differ in the last bit."""
     asked = []
     topk = torch.topk
 

@@ -1,9 +1,9 @@
 """Tests of attention masks of documents, which training scripts give to the first and the last
 stage only.
 
-With --reset-attention-mask and layers that apply the mask, zb-v on two ranks differed from stock's
-1F1B without a message: inner stages of the V attended over the ends of documents. Stock's own
-virtual stages and longer pipelines mix documents too, which `doctor` says.
+With --reset-attention-mask and layers that apply the mask, zb-v on two ranks used to have other
+losses than stock's 1F1B, without a message: inner stages of the V attended across the ends of
+documents. Stock's own virtual stages and longer pipelines do the same, which `doctor` says.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_fused_kernel_is_taken_as_megatron_takes_it(
     tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our check expects the fused softmax kernel, which ignores document masks, exactly when
-    Megatron would use it. Megatron asks the compiled kernel for its rows per block; that function
+    Megatron would use it. Megatron takes the rows per block from the compiled kernel; that function
     is replaced here."""
     softmax = fused_softmax.FusedScaleMaskSoftmax(
         False, True, AttnMaskType.causal, True, lambda x, mask: x, True, None

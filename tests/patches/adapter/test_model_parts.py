@@ -104,8 +104,8 @@ def test_a_model_of_the_callers_own_has_no_tied_weights() -> None:
 
 
 def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
-    """Costs omit work that frozen weights do not need. The model has adapters on the last stage,
-    and a first stage whose last layers have trained norms."""
+    """Costs omit work that frozen weights do not need. The test's model has adapters on the last
+    stage, and trained norms in the last layers of the first stage."""
     whole = [replace(size(2), rows=rows) for rows in (0, 64)]
     parts = [
         replace(whole[0], trained_matrices=0.0, reached=0.25),
@@ -171,8 +171,9 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
 
 
 def test_a_training_with_sparse_attention_is_told_of_no_estimate() -> None:
-    """A model with sparse attention trained under costs of plain attention without a word. Now its
-    schedule is made for the same costs, and a line says so."""
+    """A model with sparse attention trains under a schedule that is made for the costs of plain
+    attention, and a line in the log says that there is no estimate. That line used to be
+    missing."""
     sparse = replace(CONFIG)
     sparse.experimental_attention_variant = "dsa"
     lines: list[str] = []
@@ -185,8 +186,8 @@ def test_a_training_with_sparse_attention_is_told_of_no_estimate() -> None:
 
 
 def test_given_costs_get_no_share_of_plain_attention() -> None:
-    """Given costs that do not say which share of a pass is attention got that of plain attention
-    for slices, also if the model has sparse attention, of which there is no estimate."""
+    """Slices of a model with sparse attention are refused if the given costs do not say which share
+    of a pass is attention. Such costs used to get the share of plain attention."""
     sparse = replace(CONFIG)
     sparse.experimental_attention_variant = "dsa"
     times = "f=10,i=12,w=8,comm=1"
@@ -219,8 +220,8 @@ def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_gradients_could_be_lost() -> None:
-    """A model may lose gradients of frozen parts if it has Megatron's recompute, or if its settings
-    are unknown."""
+    """`may_lose_gradients` is true of a model with Megatron's recompute, whose frozen parts may
+    block gradients, and of a model whose settings are unknown."""
     model = gpt(1)
     assert may_lose_gradients(linear()) and may_lose_gradients(model)
     model.config = replace(CONFIG)

@@ -41,8 +41,9 @@ def built_and_given(
 
 def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --dataloader-inter-document-masking, stages between the first and the last read
-    documents too. On all ranks but global rank 0 their iterators were None: on a loop, and on a V
-    of two ranks with data parallelism, although 1F1B on two ranks trained."""
+    documents too. Their iterators used to be None on all ranks but global rank 0, so trainings
+    failed on a loop, and on a V of two ranks with data parallelism. 1F1B on two ranks has no such
+    stages."""
     masked = {"inter_document_masking": True}
     assert built_and_given(monkeypatch, 2, 0, **masked) == (True, True)
     assert built_and_given(monkeypatch, 3, 1, **masked) == (False, False)
@@ -60,8 +61,8 @@ def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second build of datasets has the same result on global rank 0. In the second build rank 0
-    was treated as a rank that reads, and got a loader again."""
+    """A second build of datasets has the same result on global rank 0. Rank 0 used to be treated as
+    a rank that reads in the second build, and got a loader."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace())
 
@@ -79,7 +80,7 @@ def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("chunks", [None, 2, 4])
 def test_tokens_are_counted_once(chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lengths of packed sequences count once on a rank with several chunks. Each chunk adds
-    what its rank has read, so TFLOP/s on a V were twice the real ones."""
+    what its rank has read, so the logged TFLOP/s on a V used to be twice the real ones."""
     name = "get_virtual_pipeline_model_parallel_world_size"
     monkeypatch.setattr(parallel_state, name, lambda: chunks)
     with apply(packed_tokens.patches(PipelineConfig(schedule="zb-v"))):

@@ -72,8 +72,8 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
 
 
 def test_a_step_of_one_microbatch_has_none() -> None:
-    """A step of one microbatch runs without overlapped passes. A caller's batch may come to one
-    microbatch, and such a step would have been refused in the middle of a training."""
+    """A step of one microbatch runs without overlapped passes. A caller's batch may fill only one
+    microbatch, and such a step used to be refused in the middle of a training."""
     settings = asking("zb-v")
     ours = PipelineConfig(schedule="zb-v")
     assert requested_options(ours, settings, 2) == {"pairs": True}

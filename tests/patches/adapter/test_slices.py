@@ -431,8 +431,8 @@ def test_ranks_that_share_sequences_have_part_of_each_slice(
 
 
 def test_a_loss_that_does_not_depend_on_its_output_is_refused() -> None:
-    """A loss function that ignores its argument is refused. A forward_step_func may have computed
-    the loss by itself, of the first slice alone, and the model trained on no other token."""
+    """A loss function that ignores its argument is refused. A forward_step_func may compute the
+    loss by itself, from the first slice alone, so the model would train on no other token."""
     call = StepCall(print, 1, False, False, None, False, 1)
     config = small_config(1, 1)
     early = torch.ones(1, 8, requires_grad=True)
@@ -763,9 +763,9 @@ def test_a_model_that_is_not_known_is_refused(
 
 
 def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
-    """With slices, an order of passes is refused for quantized weights, whose first gradient must
-    come first: the first slice's gradient comes last. Gradients of other weights are added in any
-    order."""
+    """With slices, quantized weights are refused under some orders of passes. Their first gradient
+    in a step must come first, and slices compute the first slice's gradient last. Gradients of
+    other weights are added in any order."""
     problem = Problem(
         line(2), 4, uniform(line(2), 1, 1, 1), options=ScheduleOptions(slices=Slices(2))
     )

@@ -247,8 +247,8 @@ def all_cases(rank: int) -> None:
 
 
 def test_losses_and_gradients_are_those_of_whole_packs() -> None:
-    """Losses and gradients of packs in slices are those of whole packs. Multi-token prediction that
-    looked only within a slice had no next token at the slice's end, and losses differed by 2e-3
+    """Losses and gradients of packs in slices are those of whole packs. Multi-token prediction used
+    to look only within a slice, had no next token at the slice's end, and changed losses by 2e-3
     without an error."""
     with sliced_packs_on_the_cpu():
         values(run_ranks(1, all_cases))

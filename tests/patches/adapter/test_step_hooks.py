@@ -114,7 +114,7 @@ def test_hooks_override_what_the_base_declares(feature: type[TrainingHooks]) -> 
 
 def test_a_training_that_has_ended_holds_nothing_of_its_features() -> None:
     """A training that has ended keeps no references to its features. Host buffers and collectives
-    stayed alive in the hooks until the next training began."""
+    used to stay alive in the hooks until the next training began."""
     training = PipelineTraining(PipelineConfig(schedule="1f1b"))
     hooks = TrainingHooks(PipelineConfig(schedule="1f1b"), training._programs)
     training._hooks[TrainingHooks] = hooks

@@ -137,8 +137,9 @@ def test_a_prompt_but_its_last_token_comes_once() -> None:
 
 
 def test_padding_is_no_longer_than_a_sequence() -> None:
-    """Padding is cut into pieces no longer than a sequence. Rows that were padded to one length had
-    positions up to the whole padding, beyond those of a model with learned positions."""
+    """Padding is cut into pieces no longer than a sequence. Rows that are padded to one length used
+    to have positions up to the length of the padding, more than a model with learned positions
+    has."""
     row = shared_row([10, 8], [4, 4], ["a", "a"], 64)
     assert len(row.sources) == 64 and row.longest == 10 and max(row.positions) == 9
     with pytest.raises(ValueError, match="multiple is 0: give a number of at least 1"):
@@ -147,7 +148,7 @@ def test_padding_is_no_longer_than_a_sequence() -> None:
 
 def test_groups_may_be_a_tensor() -> None:
     """Groups may be given as a tensor, or as its elements. As dictionary keys, elements of a tensor
-    equal only themselves, so no prompt was shared."""
+    equal only themselves, so a tensor of groups used to share no prompt."""
     numbers = [torch.tensor(figures) for figures in ([12, 10, 11], [8, 8, 8], [5, 5, 5])]
     given: Any = SharedPromptBatch
     batch = given(*numbers, 1, torch.device("cpu"))
@@ -344,9 +345,8 @@ def _pass(model: GPTModel, batch: Microbatch | None) -> None:
 
 
 def test_a_microbatch_that_nobody_describes_is_said_once() -> None:
-    """A warning says once that a microbatch was not described by `share_prompts`. A training by
-    pretrain_gpt.py, which describes none, used to run as without the setting and without a
-    warning."""
+    """One warning says that microbatches are not described by `share_prompts`. A training by
+    pretrain_gpt.py, which describes none, shares no prompt, and used to give no warning."""
 
     def on_rank(rank: int) -> list[str]:
         parallel_state.initialize_model_parallel()
@@ -613,8 +613,8 @@ def test_models_with_other_attention_and_passes_in_pairs_are_refused() -> None:
 
 def test_tensors_of_another_length_than_the_row_are_refused() -> None:
     """A model that is called with the tokens of the separate sequences is refused, and so is a
-    stage that receives another number of rows. Attention computed nothing behind the row, and the
-    training went on with what was in memory."""
+    stage that receives another number of rows. Attention used to compute nothing behind the row's
+    end, and the training continued with arbitrary memory contents."""
 
     def on_rank(rank: int) -> None:
         parallel_state.initialize_model_parallel()
@@ -646,8 +646,8 @@ def test_tensors_of_another_length_than_the_row_are_refused() -> None:
 
 
 def test_a_hybrid_model_is_refused() -> None:
-    """A hybrid model passed no check, as only GPTModel's call has one: its layers found no ends of
-    documents, or took the row for one sequence."""
+    """A hybrid model is refused under shared prompts. It used to pass the check, which only
+    GPTModel's call has: its layers found no ends of documents, or took the row for one sequence."""
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
         call: Any = HybridModel.forward

@@ -50,9 +50,8 @@ def generator() -> torch.Generator:
 def test_what_was_drawn_is_drawn_again(
     made: Callable[[], object], draw: Callable[[CudaRNGStatesTracker], torch.Tensor]
 ) -> None:
-    """A restarted step draws the same random numbers as its first start. With --te-rng-tracker
-    the generators themselves were saved and not their states, so a restarted step had another
-    dropout."""
+    """A restarted step draws the same random numbers as its first start. With --te-rng-tracker the
+    generators used to be saved and not their states, so a restarted step had another dropout."""
 
     def run(rank: int) -> None:
         apply(cpu.patches())

@@ -252,8 +252,8 @@ def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    """A command that --any-sizes cannot compare is refused with a fix. One with sparse attention
-    was told to write --costs, and with --costs to drop it."""
+    """A command that --any-sizes cannot compare is refused with a fix. The error for sparse
+    attention used to say "write --costs", and the error with --costs to drop it."""
     for result, text in (
         (command(), "--gpu h100"),
         (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
@@ -304,7 +304,7 @@ def test_of_a_tie_the_checked_one_is_taken(
 def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--any-sizes` proposes tensor or context parallelism for a launch without either, and remarks
     that they require CUDA_DEVICE_MAX_CONNECTIONS. Such a launch does not set that variable, so all
-    these sizes were refused."""
+    these sizes used to be refused."""
     monkeypatch.delenv(megatron_arguments.CONNECTIONS, raising=False)
     asked = request(tensor_model_parallel_size=1)
 

@@ -131,8 +131,8 @@ def test_a_patch_that_does_not_fit_leaves_the_config_unchanged(installed: mock.M
 
 def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: mock.Mock) -> None:
     """A second call of `bridge.use` with the same settings changes nothing, and undoing its handle
-    restores the config. The second call registered the hook twice, and its handle removed the
-    schedule while the config still had that schedule's stages."""
+    restores the config. The second call used to register the hook twice, and undoing its handle
+    removed the schedule while the config still had that schedule's stages."""
     given = config()
     before = copy.deepcopy(given)
     handle = bridge.use(given, schedule="zb-v")

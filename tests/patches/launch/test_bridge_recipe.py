@@ -235,7 +235,7 @@ def test_a_config_that_is_nearly_right_is_refused(
     command: str, recipe: str, why: str, recipes: str
 ) -> None:
     """`plan` and `doctor` refuse a nearly right Bridge config in one line that names the recipe.
-    Each of these configs ended in a traceback of ours, or was accepted silently."""
+    Each of these configs used to end in a traceback of ours, or was accepted silently."""
     ran = run(command, f"{recipes}:{recipe}")
     assert ran.exit_code == 2, ran.output
     (line,) = ran.output.splitlines()
@@ -317,9 +317,10 @@ def findings(*words: str) -> tuple[dict[str, str], float]:
 
 
 def test_doctor_refuses_what_use_would(recipes: str) -> None:
-    """`doctor` of a recipe refuses what `bridge.use` would refuse. An order of microbatches depends
-    on the recipe's dataset, which Megatron's arguments do not show: doctor used to refuse a recipe
-    of packs, and accepted a recipe whose microbatches cost the same."""
+    """`doctor` of a recipe refuses what `bridge.use` would refuse. Whether microbatches can be
+    ordered depends on the recipe's dataset, which Megatron's arguments do not show. doctor used to
+    refuse an order for a recipe of packed sequences, and to accept one for a recipe whose
+    microbatches all cost the same."""
     found, _ = findings(f"{recipes}:small", *ARRANGED)
     with pytest.raises(ValueError) as refused:
         bridge.check(
@@ -334,7 +335,7 @@ def test_doctor_refuses_what_use_would(recipes: str) -> None:
 
 def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
     """`plan` of a recipe orders packed microbatches if `bridge.use` would. It used to decide by
-    Megatron's arguments, which do not tell that a recipe packs."""
+    Megatron's arguments, which do not show that a recipe packs its sequences."""
     written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
 
     def refused(name: str) -> str | None:
@@ -350,7 +351,7 @@ def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
     recipes: str, few_schedules: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`plan` and `doctor` of a recipe count frozen weights and an image encoder. A recipe with
-    adapters was planned as a training of all weights."""
+    adapters used to be planned as a training of all weights."""
     schedule = ("--pipeline-schedule", "zb-h1")
     (_, whole), (found, frozen), (_, seeing) = (
         findings(f"{recipes}:{name}", *schedule) for name in ("small", "adapters", "tower")

@@ -48,8 +48,8 @@ def key_value_width(**flags: object) -> int:
 
 def test_each_head_has_keys_of_its_own_unless_they_are_grouped() -> None:
     """Each attention head has its own keys and values unless --group-query-attention is set.
-    Without that flag Megatron's parser still says one group, so the estimate counted the keys and
-    values of one head only."""
+    Without that flag Megatron's parser still says one group, so the estimate used to count the keys
+    and values of one head only."""
     assert key_value_width() == 32
     assert key_value_width(**GROUPED) == 16
 
@@ -84,8 +84,9 @@ def test_tensor_and_context_parallel_ranks_have_one_queue_wherever_they_are_plan
 def test_matrices_are_gathered_as_megatron_does(
     settings: dict[str, Any], stored: float, gathered: float | None
 ) -> None:
-    """Matrices in FP8 alone are gathered by rows, a byte for each element, and MXFP8's in 16 bits.
-    All that is stored was counted as gathered, also the form by columns, which each rank makes."""
+    """Weights in FP8 are gathered by rows, a byte for each element, and weights in MXFP8 in 16
+    bits. The estimate used to count all stored bytes as gathered, also the copy by columns, which
+    each rank makes by itself."""
     args = megatron_arguments.parse_arguments(model_flags()).args
     of_validation = {"params_dtype": torch.bfloat16, "data_parallel_size": 2, "world_size": 4}
     vars(args).update(of_validation | settings)
@@ -161,7 +162,7 @@ def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
 
 def test_context_parallel_ranks_share_the_operations_of_a_sample() -> None:
     """Each of 8 context-parallel ranks has an eighth of a sample's operations, because its tokens
-    attend to the whole sample. The estimate had omitted seven eighths of attention's time."""
+    attend to the whole sample. The estimate used to omit seven eighths of attention's time."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID, context_parallel_size=8)).args
     args.hybrid_layer_pattern = "***"
     args.padded_vocab_size = 64
@@ -252,8 +253,8 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
 
 def test_a_stage_has_the_costs_of_its_own_layers() -> None:
     """Each stage has the costs of its own layers: two dense layers take more than twice as long as
-    two layers of experts here. The estimate had counted every layer of experts as a dense MLP, with
-    the same cost on every stage."""
+    two layers of experts here. The estimate used to count every layer of experts as a dense MLP,
+    with the same cost on every stage."""
     flags = {**HYBRID, "num_layers": 4, "tensor_model_parallel_size": 1}
     args = megatron_arguments.parse_arguments(model_flags(**flags)).args
     args.moe_layer_freq = [0, 0, 1, 1]

@@ -1,6 +1,6 @@
 """Tests that the outputs in the documentation are those of their commands.
 
-docs/planning.md had shown columns that `plan` had not printed for weeks.
+docs/planning.md used to show columns that `plan` no longer printed.
 """
 
 from __future__ import annotations

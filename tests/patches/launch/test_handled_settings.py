@@ -177,7 +177,7 @@ def test_which_schedules_take_the_group(spec: str, group: int | None, becomes: s
 def test_a_v_has_groups_of_one_microbatch(spec: str, given: int | None, becomes: int) -> None:
     """Under a V schedule microbatch_group_size_per_vp_stage is 1 unless the user sets it. verl
     rounds a step's number of microbatches up to a multiple of that group, by default the number of
-    ranks, so under a V it split each batch into needlessly many microbatches."""
+    ranks, so under a V it used to split each batch into needlessly many microbatches."""
     with apply(transformer_config.patches(PipelineConfig.parse(schedule=spec))):
         made = small_config(8, ranks=2, microbatch_group_size_per_vp_stage=given)
     assert made.microbatch_group_size_per_vp_stage == becomes
@@ -204,7 +204,7 @@ def test_two_groups_are_refused() -> None:
 
 def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's parser gets the flags that a launch with a plan adds, so checkpoints keep them
-    too. They used to be written into the script's ``sys.argv``, which now stays unchanged."""
+    too. The flags used to be written into the script's ``sys.argv``, which now stays unchanged."""
     words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])

@@ -1,8 +1,8 @@
 """Tests of sizes with which a rank would end in the middle of its setup, as ranks of users did.
 
-A layout with a layer too few ended `megatron-ext doctor`, `plan` and every rank with
-``AssertionError: ([2, 1], 4)``. --moe-layer-freq 0 and --seq-length 0 ended them in divisions by
-zero. `doctor` used to accept what Megatron finds only in its first step, such as more experts to
+A layout with a layer too few used to end `megatron-ext doctor`, `plan` and every rank with
+``AssertionError: ([2, 1], 4)``. --moe-layer-freq 0 and --seq-length 0 used to end them in divisions
+by zero. `doctor` used to accept what Megatron finds only in its first step, such as more experts to
 choose than there are.
 """
 

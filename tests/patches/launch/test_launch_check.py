@@ -93,8 +93,8 @@ def test_a_right_command() -> None:
 
 
 def test_a_bubble_of_sparse_attention_has_no_estimate() -> None:
-    """The bubble of a model with sparse attention was predicted as of plain attention, whose steps
-    take a fifth to five times as long. Memory is still predicted."""
+    """`doctor` predicts no bubble of a model with sparse attention. It used to predict that of
+    plain attention, whose steps take a fifth to five times as long. Memory is still predicted."""
     report = checked(**SPARSE)
     prediction = report.prediction
     assert prediction is not None and prediction.bubble is None, told(report, Severity.WRONG)
@@ -105,9 +105,8 @@ def test_a_bubble_of_sparse_attention_has_no_estimate() -> None:
 
 
 def test_the_weights_of_samples_are_read(tmp_path: Path) -> None:
-    """`doctor` reads the file of --pipeline-microbatch-weights. A file that was missing or
-    unreadable ended the training when it read its data, after doctor had said that nothing is
-    wrong."""
+    """`doctor` reads the file of --pipeline-microbatch-weights. doctor used to say that nothing is
+    wrong, and a missing or unreadable file ended the training when it read its data."""
     weights = tmp_path / "weights.npy"
     ordered: dict[str, Any] = {
         "pipeline_microbatch_order": "small-ends",
@@ -175,8 +174,8 @@ def test_a_race_is_predicted() -> None:
 
 
 def test_a_race_of_sparse_attention_is_not_predicted() -> None:
-    """A race of a model with sparse attention has no predicted gains. They were those of plain
-    attention."""
+    """A race of a model with sparse attention has no predicted gains. They used to be those of
+    plain attention."""
     report = checked(**SPARSE, pipeline_schedule=None, pipeline_race="zb-h1")
     (text,) = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
     assert "zb-h1 has no estimate of its speed relative to 1f1b, peak 4 microbatches (" in text
@@ -188,7 +187,8 @@ def test_no_schedule_is_chosen_for_sparse_attention(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--pipeline-schedule plan and an auto that leaves schedules open refuse a model with sparse
-    attention without costs. They chose by times of plain attention, and told the gain."""
+    attention without costs. They used to choose by times of plain attention, and to print a
+    gain."""
     report = checked(**SPARSE, pipeline_schedule=schedule)
     (text,) = told(report, Severity.WRONG)
     assert f"--pipeline-schedule {schedule} compares times of schedules, and there is no" in text
@@ -216,7 +216,7 @@ def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
 
 def test_the_default_layers_need_no_transformer_engine_here() -> None:
     """`doctor` checks commands with Megatron's default layers, or with rope, on a machine without
-    Transformer Engine. On such a login node these commands were refused."""
+    Transformer Engine. On such a login node these commands used to be refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}
     report = checked(transformer_impl=None, position_embedding_type="rope", **newest)
     assert report.is_right, told(report, Severity.WRONG)
@@ -332,8 +332,8 @@ def test_a_world_size_that_does_not_divide() -> None:
 
 
 def test_a_world_size_that_overrules_the_launchers_says_so() -> None:
-    """Story: `doctor --world-size 16 train.log` showed that 8 ranks were read and that there are 16
-    ranks, and not which of the two it took."""
+    """`doctor --world-size 16` says that 16 counts and not the log's or launcher's 8 ranks. `doctor
+    --world-size 16 train.log` used to print both numbers, and not which of the two it took."""
     words = tuple(model_flags(**FLAGS))
     launch = Launch(str(SCRIPT), False, words, world_size=8, installs=True)
     for ranks, said in ((16, True), (8, False), (None, False)):
@@ -394,8 +394,8 @@ def test_memory_is_judged_where_a_gpus_is_told() -> None:
 
 
 def test_a_check_takes_the_rates_of_the_gpu() -> None:
-    """`doctor --gpu` predicts with the rates of that GPU. It had used only the GPU's memory, and
-    the rates of an H100."""
+    """`doctor --gpu` predicts with the rates of that GPU. It used to take only the GPU's memory,
+    and the rates of an H100."""
     reports = [
         check_launch(launch, None, GPUS[gpu])
         for launch in [Launch(str(SCRIPT), False, tuple(model_flags(**FLAGS)))]
@@ -494,8 +494,8 @@ def test_flags_of_modules_that_the_script_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor` accepts flags of modules that the script imports. --num-layer, a flag that a module
-    next to the script defines, was called wrong with "did you mean --num-layers?". A module that
-    exists only on another machine may define the flag too."""
+    next to the script defines, used to be called wrong with "did you mean --num-layers?". A module
+    that exists only on another machine may define the flag too."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "examples" / "images"
     (folder / "more").mkdir(parents=True)
@@ -575,7 +575,7 @@ RECOMPUTED = {**HISTORY, "recompute_granularity": "selective"}
 )
 def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None) -> None:
     """`doctor` remarks if a schedule has other FP8 scales than stock. docs/compatibility.md said so
-    of FP8, and doctor did not say it of any command."""
+    of FP8, and doctor used not to mention it."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     report = checked(max_position_embeddings=32, **(sizes | overrides))
     assert report.is_right, told(report, Severity.WRONG)
@@ -593,7 +593,7 @@ def from_command(beginning: str, **overrides: object) -> Report:
 
 def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor` calls a command wrong that has our flags but does not start megatron_ext. It used to
-    find nothing wrong, and the launch died of unrecognized arguments."""
+    find nothing wrong, and the launch ended with "unrecognized arguments"."""
     (wrong,) = told(from_command(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
@@ -695,8 +695,8 @@ def test_megatrons_own_command_without_sizes_is_checked() -> None:
 def test_a_schedule_flag_of_the_scripts_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`doctor` recognizes that the script itself defines --pipeline-schedule. The flag was taken
-    for ours. Under megatron_ext such a launch ended in argparse's traceback, and doctor now reports
+    """`doctor` recognizes that the script itself defines --pipeline-schedule. The flag used to be
+    taken for ours. Under megatron_ext such a launch ends in argparse's traceback, so doctor reports
     the conflict."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("parser.add_argument('--pipeline-schedule', type=str)")
@@ -772,7 +772,7 @@ def test_what_is_left_out_of_a_command_is_said() -> None:
 )
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
     """`doctor` remarks on features that are untried, such as FP8 kernels, if the command has a
-    schedule of ours. It did not mention them."""
+    schedule of ours. It used not to mention them."""
     report = checked(**overrides)
     assert report.is_right, told(report, Severity.WRONG)
     assert any(t.startswith("untried: ") and text in t for t in told(report, Severity.REMARK))
@@ -810,8 +810,9 @@ def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
 def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`doctor` says before a launch that Megatron's dataset helpers cannot be compiled. A launch
-    ran make after 50 s, found no pybind11, and ended on all ranks."""
+    """`doctor` says before a launch that Megatron's dataset helpers cannot be compiled. Such a
+    launch ran make after 50 s, found no pybind11, and ended on all ranks; doctor used to find
+    nothing wrong."""
     about = "dataset helpers: "
     assert not [text for v in Severity for text in told(checked(), v) if text.startswith(about)]
 
@@ -1032,8 +1033,9 @@ def test_a_file_of_arguments(tmp_path: Path) -> None:
 
 
 def test_json_has_no_lines_of_a_trainings_log() -> None:
-    """Story: over three ranks a vocabulary of 32,000 is padded otherwise. The line that a training
-    logs of it stood before the JSON of doctor, and more than a hundred before that of plan."""
+    """`doctor --json` prints nothing before its JSON. If the vocabulary is padded, as 32,000 over
+    three ranks, a training logs a line; this line used to be printed before the JSON of doctor, and
+    more than a hundred such lines before that of plan."""
     flags = model_flags(
         **FLAGS | {"pipeline_model_parallel_size": 3, "num_layers": 6, "vocab_size": 32000},
         pipeline_vocab_parallel=1,

@@ -124,8 +124,9 @@ def command(*words: str) -> Result:
 
 
 def test_sparse_attention_has_no_estimate() -> None:
-    """Plans of models with sparse attention had the seconds of plain attention, a fifth to five
-    times those of published steps. Given times are taken."""
+    """`plan` gives no estimate for a model with sparse attention, unless the user gives the times
+    of passes. It used to plan with the seconds of plain attention, a fifth to five times those of
+    published steps."""
     sparse: dict[str, Any] = {
         "experimental_attention_variant": "dsa",
         "multi_latent_attention": True,
@@ -158,9 +159,9 @@ def test_a_launch_with_virtual_stages() -> None:
 
 def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
     """If the size of the vocabulary is unknown, `plan` assumes one, and says so next to its
-    verdict. A launch with a tokenizer from a hub was planned without embedding and output layer:
-    with the tokenizer's 50,432 tokens the recommended layout was 5 % slower than Megatron's best,
-    and only a remark after the command mentioned the vocabulary."""
+    verdict. A launch with a tokenizer from a hub used to be planned without embedding and output
+    layer: with the tokenizer's 50,432 tokens the recommended layout was 5 % slower than Megatron's
+    best, and only a remark after the command mentioned the vocabulary."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     unknown = made(padded_vocab_size=None, tokenizer_model="hub/tokenizer", **of_hub)
     known = made(padded_vocab_size=128_000)
@@ -183,7 +184,7 @@ def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
 
 def test_an_assumed_vocabulary_of_what_fits_nowhere_does_not_hide_the_remedies() -> None:
     """`plan` names remedies if nothing fits, also with an assumed vocabulary. A plan for a 70B
-    model with a hub's tokenizer on GPUs with 40 GB ended in an AssertionError."""
+    model with a hub's tokenizer on GPUs with 40 GB used to end in an AssertionError."""
     of_hub: dict[str, Any] = {"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}
     plan = made(
         "operations=400e12,bytes=40e9,memory=1.6GiB",
@@ -221,7 +222,8 @@ def test_first_answer_does_not_wait_for_what_recompute_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`plan` prints a first answer before it has tried recompute, even if nothing fits without
-    recompute. For 405 billion parameters on 16 ranks the first line came after 52 seconds."""
+    recompute. For 405 billion parameters on 16 ranks the first line used to come after 52
+    seconds."""
 
     def make_plan(variant_of: Any, *arguments: Any, **more: Any) -> Plan:
         if not variant_of.__self__.tries_recompute:
@@ -244,7 +246,7 @@ def test_first_answer_does_not_wait_for_what_recompute_does(
 
 def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` prints a first answer before it compares all schedules. On 16 ranks with 128
-    microbatches it printed nothing for minutes."""
+    microbatches it used to print nothing for minutes."""
     whole, first = heard_of("h100", monkeypatch)
     assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
@@ -267,8 +269,8 @@ def test_memory_is_that_of_doctor() -> None:
 
 def test_doctor_assumes_the_vocabulary_that_a_plan_assumes(tmp_path: Path) -> None:
     """`doctor` predicts memory with the vocabulary that `plan` assumes, and neither judges a
-    checkpoint by it. `doctor` predicted 16 GiB without a vocabulary where `plan` predicted 34 GiB,
-    and `plan` compared the rows of a checkpoint with the assumption."""
+    checkpoint by it. `doctor` used to predict 16 GiB without a vocabulary where `plan` predicted 34
+    GiB, and `plan` compared the assumed size with the rows of a checkpoint."""
     of_hub: dict[str, Any] = {
         "vocab_size": None,
         "padded_vocab_size": None,
@@ -346,8 +348,8 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def test_one_pipeline_rank_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan` for one pipeline rank prints one line. It used to refuse each of thirty schedules in a
-    line of its own, later only if the text of the remark on one rank was not found."""
+    """`plan` for one pipeline rank prints one line. It used to print thirty lines, each of which
+    refused one schedule."""
     flags = FLAGS | {
         "pipeline_model_parallel_size": 1,
         "num_virtual_stages_per_pipeline_rank": None,
@@ -395,7 +397,8 @@ EXPERTS: dict[str, Any] = {
 
 def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
     """`plan` uses costs that were measured by layer type for all layouts. A launch under stock's
-    schedule that names no costs itself may be planned by them too; it was refused."""
+    schedule that names no costs itself may be planned by them too; such a launch used to be
+    refused."""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
     estimated = plan_launch(asked)
@@ -414,7 +417,7 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
 ) -> None:
     """`plan` predicts a launch with tensor parallelism from factors that were measured on the same
     (emulated) machine without it: every schedule takes as long as on that machine. With measured
-    costs by layer type alone, no prediction is right."""
+    costs by layer type alone, every prediction is wrong."""
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
     with megatron_arguments.on_gpus(
@@ -506,7 +509,7 @@ def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what
 
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
     """`plan` reserves memory for the GPU's allocator by its model of the allocator. Without a trace
-    it reserved none. On this GPU the first choice fits only if nothing is reserved."""
+    it used to reserve none. On this GPU the first choice fits only if nothing is reserved."""
     asked = LaunchRequest(launch())
     without = plan_launch(asked)
     assert without.free is None and without.plan.best is not None
@@ -629,8 +632,8 @@ def saved(folder: Path, kind: str, **overrides: object) -> Path:
 
 def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     """`plan` says whether the launch's checkpoint loads under the command that it writes. It used
-    to compare only which rank has which stage, said that a checkpoint "can be loaded, optimizer
-    states too", and the written command ended because of that checkpoint."""
+    to compare only which rank has which stage, and to say that a checkpoint "can be loaded,
+    optimizer states too", although the written command could not load it."""
     (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
     why = "the checkpoint's optimizer states (dp_reshardable) can only be loaded if each stage is"
     assert f"does not load: {why}" in remark
@@ -647,7 +650,7 @@ def test_the_checkpoint_of_a_kept_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`plan` judges the checkpoint of a command that it leaves as it is. It used to say nothing,
-    and Megatron's own command ended because of its checkpoint."""
+    although Megatron's own command could not load its checkpoint."""
     only_families(monkeypatch, "1f1b")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     kept = made(load=saved(tmp_path, "dp_reshardable"), **NO_VIRTUAL)
@@ -666,7 +669,7 @@ def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
 
 def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
     """`plan` judges the checkpoint if it changes only the layout, because stages then have other
-    optimizer states. A verdict that changed the layout and not the schedule said nothing of the
+    optimizer states. A plan that changed the layout and not the schedule used to say nothing of the
     checkpoint."""
     flags = {"load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL), **NO_VIRTUAL}
     asked = LaunchRequest(launch(**flags), gpu=parse_gpu("h100"))
@@ -804,7 +807,7 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
     """Balanced slices take attention's share of the work from the estimate if the costs do not tell
-    it. Without that share the slices that should be balanced had equal lengths."""
+    it. Without that share, slices that should be balanced used to have equal lengths."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
     args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | LONG))).args
     config = PipelineConfig.parse(
@@ -895,8 +898,8 @@ def test_gpus_of_two_types() -> None:
 def test_a_mistake_in_a_file_of_arguments_names_the_file(
     values: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    """An error in a file of arguments names the file. Python's or Megatron's error was printed
-    without it."""
+    """An error in a file of arguments names the file. Python's or Megatron's error used to be
+    printed without that name."""
     right = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
     right |= {"micro_batch_size": 1, "global_batch_size": 8, "pipeline_model_parallel_size": 2}
     path = tmp_path / "model.json"

@@ -161,7 +161,7 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_virtual_stages_of_the_command_go_where_a_schedule_has_others() -> None:
     """`--pipeline-schedule plan` drops the command's virtual stages if the chosen schedule has
-    another number. A command with three chunks a rank was refused, because a V has two."""
+    another number. A command with three chunks a rank used to be refused, because a V has two."""
     words, plan = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
     assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
     left = without(words, plan.dropped)
@@ -211,7 +211,8 @@ def test_auto_says_what_it_has_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pipeline-schedule plan` tries recompute if nothing fits without it. `plan -- COMMAND`
-    proposed recompute in bubbles, while this flag took a slower schedule without recompute."""
+    proposed to recompute in bubbles, while this flag used to take a slower schedule without
+    recompute."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, plan = chosen(**tight)
@@ -278,8 +279,8 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
 
 def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pipeline-schedule plan` and `doctor` reserve memory for the GPU's allocator. Only ``plan
-    -- COMMAND`` did so, and doctor compared with the whole GPU. On this GPU 1f1b fits only if its
-    allocator reserves nothing."""
+    -- COMMAND`` used to do so, and doctor compared with the GPU's whole memory. On this GPU 1f1b
+    fits only if its allocator reserves nothing."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ranks, _ = memory_of("1f1b")
@@ -315,9 +316,9 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flag_that_hides_a_better_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--pipeline-schedule plan` names a flag that prevents a better schedule. A flag that only
-    saves some time restricted the choice to whole backward passes, which was slow, and no message
-    said so."""
+    """`--pipeline-schedule plan` names a flag that prevents a better schedule. Some flags that save
+    a little time restrict the choice to schedules with whole backward passes, which are slower; no
+    message used to say so."""
     shorten_search(monkeypatch)
     _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].traits.splits_backward
@@ -331,8 +332,8 @@ def test_the_schedule_of_the_command_is_a_candidate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--pipeline-schedule plan` also considers the schedule that the command has. A launch with
-    virtual stages got a slower schedule than its own: candidates had to use no more memory than
-    1F1B, and interleaved uses more."""
+    virtual stages used to get a slower schedule than its own: candidates had to use no more memory
+    than 1F1B, and interleaved uses more."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-1p")
     stages = WIDE | {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_vocab_parallel": "none"}

@@ -119,8 +119,8 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
     ],
 )
 def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
-    """The number of ranks is read from the launcher's options. srun's number of tasks was ignored,
-    and one replica was assumed; mpirun, accelerate and deepspeed were unknown."""
+    """The number of ranks is read from the launcher's options. srun's number of tasks used to be
+    ignored, and one replica was assumed; mpirun, accelerate and deepspeed were unknown."""
     launch = read_launch(shlex.split(command))
     assert launch.world_size == ranks
     assert launch.script in ("x.py", "./x.py", "mine")
@@ -143,7 +143,7 @@ def test_ranks_that_a_launcher_starts(command: str, ranks: int | None) -> None:
 def test_variables_that_a_launcher_sets(
     command: str, environment: dict[str, str], ignored: str
 ) -> None:
-    """Variables that a launcher sets are read. mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 was
+    """Variables that a launcher sets are read. mpirun's -x CUDA_DEVICE_MAX_CONNECTIONS=1 used to be
     ignored, and doctor said that the variable is not set."""
     launch = read_launch(shlex.split(command))
     assert launch.environment == environment
@@ -155,8 +155,8 @@ def test_variables_that_a_launcher_sets(
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc-per-node 2"])
 def test_a_flag_before_the_script(launcher: str) -> None:
     """A flag of megatron_ext before the script is an error that says where to write it. It used to
-    be ignored, and the rest of the command was judged as Megatron's own pipeline; the launch itself
-    said that there is no such option."""
+    be ignored, and the rest of the command was judged as a launch of Megatron's own pipeline,
+    although the launch ends with "no such option"."""
     words = shlex.split(f"{launcher} -m megatron_ext --pipeline-schedule zb-h1 x.py --a 1")
     with pytest.raises(ValueError) as error:
         read_launch(words)
@@ -190,7 +190,8 @@ def test_what_is_no_launch_command(command: str, text: str) -> None:
 )
 def test_words_that_only_the_shell_knows(command: str) -> None:
     """A launch command is refused if a word starts with a shell variable, which only the shell can
-    expand. The variable was taken for the script, and Megatron missed the sizes that it holds."""
+    expand. The variable used to be taken for the script, and the sizes in its value were
+    missing."""
     with pytest.raises(ValueError, match=r"^\$.* is a variable that only the shell can expand: g"):
         read_launch(command.split())
 
@@ -242,8 +243,9 @@ LAUNCH = Launch("x.py", False, ("--a", "1"), installs=False)
     ],
 )
 def test_a_launch_in_a_shells_text(text: str, expected: Launch | tuple[str, ...]) -> None:
-    """Story: `doctor -- bash -c '...'` ended with "zip() argument 2 is longer than argument 1", and
-    behind srun a pipe's words were arguments of the script."""
+    """A launch is read from the text that a command gives to a shell, as in `bash -c '...'`.
+    `doctor -- bash -c '...'` used to end with "zip() argument 2 is longer than argument 1", and
+    words of a pipe after srun were taken for arguments of the script."""
     for before in (["bash", "-c"], ["srun", "sh", "-lc"], ["B=1", "bash", "-exc"]):
         launch = read_launch([*before, text])
         assert (launch.script, launch.arguments) == ("x.py", ("--a", "1")), before
@@ -272,8 +274,8 @@ def test_variables_of_a_shells_text_are_not_expanded() -> None:
 
 @pytest.mark.parametrize("word", ["torchrun --nproc-per-node 4 x.py", "A=1 python x.py --a 1"])
 def test_a_command_in_quotes_is_told_to_drop_them(word: str) -> None:
-    """Story: "'' begins no launch command" was the answer to a command that was quoted as a whole
-    and began with an assignment."""
+    """A launch command that is quoted as a whole is refused with "drop the quotes around it". If it
+    begins with an assignment of a variable, the error used to be "'' begins no launch command"."""
     with pytest.raises(ValueError, match="drop the quotes around it"):
         read_launch([word])
 
@@ -321,7 +323,8 @@ ADDED = Written(("--pipeline-schedule", "zb-v"), ("--num-virtual-stages-per-pipe
     ],
 )
 def test_a_shells_text_stays_as_it_is_around_the_launch(before: str, after: str) -> None:
-    """Story: the written command quoted `&&`, `|` and `$B`, so no shell could run it."""
+    """A written command keeps the shell's text around the launch: `&&`, `|` and `$B` stay unquoted.
+    They used to be quoted, so no shell could run the command."""
     for shell in (["bash", "-c"], ["srun", "-n", "4", "bash", "-lc"]):
         written = command_with(read_launch([*shell, before]), ADDED)
         assert shlex.split(written) == [*shell, after]

@@ -172,8 +172,9 @@ def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None
 
 
 def test_another_schedule_keeps_multi_token_prediction_where_the_launch_has_it() -> None:
-    """`plan` timed a schedule with the launch's own layout, and wrote a command that moved
-    multi-token prediction to the last stage."""
+    """`plan` estimates another schedule with multi-token prediction on the stage of the launch's
+    layout, and the command that it writes keeps it there. That command used to move multi-token
+    prediction to the last stage."""
     name = "depths before the loss"
     launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
 

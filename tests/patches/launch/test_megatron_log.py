@@ -153,8 +153,9 @@ def test_a_line_of_a_log_may_have_a_rank_or_a_time_before_it() -> None:
 
 
 def test_blanks_at_the_end_of_a_line_are_no_part_of_a_value() -> None:
-    """Story: a terminal's copy pads lines, and `bf16` was "True  ": doctor and plan took another
-    training."""
+    """Blanks at the end of a log's line do not belong to the value. Lines that are copied from a
+    terminal are padded, so `bf16` used to be "True  ", and `doctor` and `plan` judged a training
+    without bf16."""
     padded = [line.ljust(80) for line in block(bf16=True, swiglu=False).splitlines()]
     log = read_log(padded)
     assert log.arguments == {
@@ -229,9 +230,8 @@ PROGRAM = "open('HAS_RUN', 'w').close()"
 def test_a_log_runs_no_schedule(
     setting: str, text: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a log does not run a Python schedule that the log names; `plan` and `doctor` say
-    how to write the flag. The file was executed, although a log is data that anybody may have
-    written."""
+    """Reading a log does not run a Python schedule that the log names; `plan` and `doctor` say how
+    to write the flag. The file used to be executed, although anybody may have written the log."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine.py", "my own .py", "[mine .py", "[mine.py"):
         (tmp_path / name).write_text(PROGRAM)
@@ -263,8 +263,9 @@ def test_the_command_line_names_a_logs_schedule(
 
 
 def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
-    """A list in a log is refused if an item would be read as a flag. Items became words of the
-    command line, and so could add a flag, for example a schedule that is a program."""
+    """A list in a log is refused if an item would be read as a flag. Items used to become words of
+    the command line, and so could add a flag, for example one that names a Python file as the
+    schedule."""
     for items in (["a", "--pipeline-schedule", "mine.py"], ["-h"], ["1", "--"]):
         with pytest.raises(ValueError, match="cannot be read as a list"):
             launch_from_log(log_of(block(data_path=items), tmp_path))
@@ -275,8 +276,8 @@ def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
 def test_a_log_imports_nothing_that_lies_around(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Reading a log imports no module of the working directory. That directory came first on the
-    module path, as for a launch command, whose ranks import from there."""
+    """Reading a log imports no module of the working directory. That directory used to come first
+    on the module path, as it does for a launch command, whose ranks import from there."""
     evil = "raise SystemExit('code of the working directory runs')"
     for module in ("megatron/core/__init__.py", "layers.py", "wandb.py", "apex.py", "numba.py"):
         (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
@@ -292,8 +293,8 @@ def test_a_log_imports_nothing_that_lies_around(
 def test_a_log_may_be_larger_than_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`doctor` reads a log that is larger than memory. A line without an end was read whole, and
-    the argument blocks of all starts in the log were stored."""
+    """`doctor` reads a log that is larger than memory. A line without an end used to be read whole,
+    and the argument blocks of all starts in the log were stored."""
     text = printed(model_flags(**LARGE), 16, capsys)
     path = tmp_path / "train.log"
     with path.open("w") as log:
@@ -314,7 +315,8 @@ def test_a_log_may_be_larger_than_memory(
 )
 def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
     """A list in a flag or a log is refused if evaluating it would take long. Megatron evaluates its
-    lists as Python: a power took all memory, and a value that is no list ended in a traceback."""
+    lists as Python: a power such as 9**9**9 used to take all memory, and a value that is no list
+    ended in a traceback."""
     for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
         with pytest.raises(ValueError, match=r"argument --.*-freq: .* does not give a list"):
             megatron_arguments.parse_arguments(words)
@@ -336,7 +338,7 @@ def test_a_log_runs_no_code_of_a_tokenizer(
     is_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading a log runs no code of a tokenizer (trust_remote_code). A tokenizer that a log names
-    ran its own code if the log trusts it."""
+    used to run its own code if the log has trust_remote_code."""
     allowed = []
 
     def build(args: Any) -> None:
@@ -375,9 +377,9 @@ def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
 def test_a_name_that_is_a_flag_today_is_taken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """An argument in a log whose name is a flag today is written as that flag. Older versions print
-    norm_epsilon, which was ignored, so the written command trained another model. Today
-    --norm-epsilon sets layernorm_epsilon."""
+    """An argument in a log whose name is a flag today is written as that flag. Older versions of
+    Megatron print norm_epsilon, which used to be ignored, so the written command trained another
+    model. Today --norm-epsilon sets layernorm_epsilon."""
     names = {"hidden_size": "64", "norm_epsilon": "1e-06", "no_such_name": "3"}
     words = unparsed_flags(names)
     assert words[words.index("--norm-epsilon") + 1] == "1e-06"
@@ -448,8 +450,9 @@ def test_a_plan_compares_its_estimate_with_the_log(
 def test_arguments_that_flags_do_not_give_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`plan` of a log names arguments that flags cannot reproduce. This log is from another
-    Megatron: it has an unknown argument, and another derived value."""
+    """`plan` of a log names arguments that flags cannot reproduce. The log here is another
+    Megatron's: it has an unknown argument, and a derived value that this Megatron computes
+    differently."""
     text = printed(model_flags(global_batch_size=16), 8, capsys)
     dots = "." * (48 - len("data_parallel_size"))
     assert f"  data_parallel_size {dots} 8\n" in text

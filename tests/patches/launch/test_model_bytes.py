@@ -188,8 +188,8 @@ def test_to_the_byte(name: str) -> None:
 
 def test_models_leave_no_streams_behind() -> None:
     """Building models on the meta device leaves no mocked streams in Megatron's classes, which
-    store a stream for all later models of the process. Mocks of a test stayed there, and disturbed
-    trainings on emulated streams that were forked later."""
+    store a stream for all later models of the process. A test's mocks used to stay there, and
+    disturbed trainings on emulated streams that were forked later."""
     flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
     args = validated(megatron_arguments.parse_arguments(model_flags(**flags)), 8, 1000)
     with meta_models.fake_ranks(args, 0):

@@ -1,8 +1,9 @@
 """Tests that `doctor`, and `plan` of the given command, come to the same results for a launch
 command.
 
-Each had code of its own, and they contradicted each other: plan used to drop a split vocabulary, a
-group of microbatches and a batch that grows, and gave a time to commands that doctor refused.
+The two commands used to have code of their own and to contradict each other: plan dropped a split
+vocabulary, a group of microbatches and a batch that grows, and gave a time to commands that doctor
+refused.
 """
 
 from __future__ import annotations
@@ -329,9 +330,9 @@ def test_a_misspelt_flag_gets_no_time() -> None:
 
 
 def test_flags_of_ours_count_or_are_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan` counts our settings wherever they are given, or remarks on them. Without a remark it
-    gave a time to a command that lacks ``-m megatron_ext``, and to a command whose environment
-    variables name another schedule."""
+    """`plan` counts our settings wherever they are given, or remarks on them. It used to give a
+    time without a remark to a command that lacks ``-m megatron_ext``, and to a command whose
+    environment variables name another schedule."""
     launch = launch_of(4, _ours("zb-v"))
     without = replace(launch, installs=False)
     (why,) = (
@@ -431,9 +432,9 @@ PLANNED: list[tuple[int, Flags]] = [
 def test_plan_keeps_what_it_wrote(
     ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan` of a command that `plan` wrote changes nothing. The second plan gave other seconds and
-    bytes than the first verdict, and promised a gain that the command already has. Searches end
-    after a fixed effort here, not by the clock."""
+    """`plan` of a command that `plan` wrote changes nothing. The second plan used to give other
+    seconds and bytes than the first one, and promised a gain that the command already has. Searches
+    end after a fixed effort here, not by the clock."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
     check_that_plan_keeps_what_it_writes(launch_of(ranks, flags))
@@ -469,7 +470,7 @@ def test_a_costs_file_has_one_bubble_and_seconds(
 ) -> None:
     """All commands give one bubble and one step time for a costs file. `simulate` used to compute
     the output layer's weight gradient in W, although a launch without a memory limit computes it in
-    I: a bubble of 15.8 % against doctor's 16.5 %. `plan` used to print the file's seconds without a
+    I: its bubble was 15.8 %, and doctor's 16.5 %. `plan` used to print the file's seconds without a
     unit."""
     flags = {"num_layers": 8, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     path = tmp_path / "costs.json"

@@ -1,9 +1,9 @@
 """Tests that `doctor`, `plan` and the launch refuse a command with the same sentence, in the same
 order of checks.
 
-The launch had an order of its own, and named another mistake of a command with two. Only the launch
-switched off settings that a schedule handles, and offloaded in place of Megatron: doctor and plan
-refused such commands.
+The launch used to have another order of checks, so of two mistakes in a command it named the other
+one. Only the launch switched off Megatron's settings that a schedule handles itself, such as
+offload: doctor and plan used to refuse such commands.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_steps_that_cannot_overlap_are_remarked_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`doctor` remarks that steps cannot overlap under --log-interval 1, as the launch does. It did
-    not."""
+    """`doctor` remarks that steps cannot overlap under --log-interval 1, as the launch does. It
+    used not to."""
     told: list[str] = []
     monkeypatch.setattr(arguments.logger, "warning", told.append)
     flags: Flags = {

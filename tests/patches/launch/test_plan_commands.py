@@ -1,8 +1,8 @@
 """Tests that `doctor` accepts the whole command that `plan` prints, if it accepts the given
 command.
 
-For a change, `plan` printed only flags: without `-m megatron_ext`, which they need, and it left
-flags of Megatron's in the command that conflict with them.
+`plan` used to print only the flags to add: without `-m megatron_ext`, which these flags require,
+and without removing Megatron's flags that conflict with them.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_what_megatron_or_we_would_refuse_is_not_recommended(
     flags: dict[str, Any], written: Written, why: str | None
 ) -> None:
     """`plan` recommends no flags that Megatron or we would refuse for this launch. For public
-    recipes it printed commands whose ranks would have ended."""
+    recipes it used to print commands that end at their start."""
     words = tuple(model_flags(**(FLAGS | flags)))
     request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4))
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
@@ -174,7 +174,7 @@ def test_what_a_file_of_arguments_would_be_refused_with(
     values: dict[str, Any], written: Written, why: str | None
 ) -> None:
     """`plan` of a file of arguments checks a change by Megatron's validation and our refusals. Such
-    a file has no command that could be checked, so its changes were recommended unchecked."""
+    a file has no command that could be checked, so its changes used to be recommended unchecked."""
     launched = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 5, "lr": 0.01}
     request = LaunchRequest(values={**FLAGS, **launched, **values}, world_size=4)
     told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))

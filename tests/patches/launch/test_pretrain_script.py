@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "pretrain_gpt.py"
 
 
 def test_helpers_that_are_compiled_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script leaves compiled dataset helpers as they are. On a GPU a run ended at its start,
-    because Megatron ran make and its wheel has no Makefile; the platform without a GPU had hidden
+    """The script leaves compiled dataset helpers as they are. A run on a GPU used to end at its
+    start, because Megatron ran make and its wheel has no Makefile. No test without a GPU had shown
     this."""
     monkeypatch.setattr(utils, "compile_helpers", utils.compile_helpers)
     with pytest.raises(SystemExit):

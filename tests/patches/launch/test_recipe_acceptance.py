@@ -69,7 +69,7 @@ DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b
 
 def test_a_layout_of_nested_lists_is_accepted() -> None:
     """A recipe with a layout of nested lists is accepted. The 36 public recipes with such a layout
-    were counted as recipes that stock cannot run."""
+    used to be counted as recipes that stock cannot run."""
     raw = read_recipes(RECIPES)[DEEPSEEK]
     assert raw["model.pipeline_model_parallel_layout"].startswith("[['embedding', 'decoder'")
     verdict = judge(resolve(DEEPSEEK, raw, MODELS))
@@ -77,8 +77,8 @@ def test_a_layout_of_nested_lists_is_accepted() -> None:
 
 
 def test_values_that_are_text_reach_megatron() -> None:
-    """Settings that a recipe has as text are passed to Megatron. ``window_size="[512, 0]"`` ended
-    the script that judges recipes."""
+    """Settings that a recipe has as text are passed to Megatron. ``window_size="[512, 0]"`` used to
+    end the script that judges recipes."""
     for text in ("[512, 0]", "(512, 0)", "512"):
         assert judge(recipe(window_size=text)).is_accepted
 

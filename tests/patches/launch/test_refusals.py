@@ -69,8 +69,8 @@ def test_the_docs_tell_what_is_refused(group: RefusalGroup) -> None:
 
 
 def test_the_docs_tell_what_shared_prompts_refuse() -> None:
-    """The page of compatibility lists what shared prompts refuse. These refusals do not depend
-    on the schedule, and no page had them."""
+    """The page of compatibility lists what shared prompts refuse. These refusals do not depend on
+    the schedule, and no page used to list them."""
     refusals = (*REFUSED, *REFUSED_LOSSES)
     group = RefusalGroup("shared prompts refusals", refusals, by_schedule)
     check_written(group.name, listed(group))
@@ -257,8 +257,9 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
-    """Slices of a sequence accept context parallelism, experts and recompute, which they refused
-    together. Refused is only context parallelism with repeated layers of multi-token prediction."""
+    """Slices of a sequence accept context parallelism, experts and recompute, a combination that
+    they used to refuse. They still refuse context parallelism with repeated layers of multi-token
+    prediction."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     sliced = ScheduleOptions(slices=Slices(4))
     accepted: dict[str, object] = {

@@ -202,8 +202,8 @@ def test_a_replay_without_blocks_says_so(tmp_path: Path) -> None:
 
 def test_reductions_that_overlap_passes_are_estimated_as_plan_does(tmp_path: Path) -> None:
     """`rehearse` estimates gradient reductions that overlap with passes as `plan` does. That
-    estimate needs the passes that hide the reductions, and the command ended in an
-    AssertionError."""
+    estimate needs the passes that hide the reductions, and without them the command used to end in
+    an AssertionError."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     settings = {"use_distributed_optimizer": True, "global_batch_size": 16}
     (bare,) = prepared(tmp_path, "stock", 8, **settings).schedules
@@ -228,8 +228,8 @@ def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
 
 
 def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
-    """Rehearsed ranks import the Megatron by which the command was checked. A checkout in the
-    script's folder was checked, and an installed wheel ran."""
+    """Rehearsed ranks import the Megatron by which the command was checked. The command used to be
+    checked with the checkout in the script's folder, and the ranks ran an installed wheel."""
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")
     launch = replace(own.launch, environment={"PYTHONPATH": "more"})
@@ -245,8 +245,8 @@ def test_ranks_import_what_the_command_was_judged_by(tmp_path: Path) -> None:
 def test_what_a_search_has_found_travels_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Rehearsed ranks read the schedule that the search found from a file. Each rank searched
-    again, for as long as the command itself."""
+    """Rehearsed ranks read the schedule that the search found from a file. Each rank used to repeat
+    the search, which took as long as the command's own."""
     shorten_search(monkeypatch)
     options = {"vocab_size": 4096, **options}
     made = prepared(tmp_path, "zb-auto v-auto", **options).schedules
@@ -261,7 +261,7 @@ def test_what_a_search_has_found_travels_as_a_file(
 
 def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None:
     """A rehearsed schedule has as many chunks a rank as the launch command, if its family allows.
-    Costs for four chunks a rank were given to a schedule with two, and refused."""
+    Costs for four chunks a rank used to be given to a schedule with two, and refused."""
     made = prepared(
         *(tmp_path, "stock interleaved-zb"), num_layers=16, num_virtual_stages_per_pipeline_rank=4
     )
@@ -272,8 +272,8 @@ def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None
 def test_variables_in_place_of_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rehearse` refuses our environment variables and says which flags to write. Each rank read
-    the variables, those of stock's schedule too, and the command did not."""
+    """`rehearse` refuses our environment variables and says which flags to write. Each rank used to
+    read the variables, also when it rehearsed stock's schedule, and the command did not."""
     # this variable is no setting of a schedule
     monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")
     run = stand_in(tmp_path, "stock")
@@ -309,7 +309,7 @@ def test_the_costs_file_is_a_profile_of_layers(
 
 def test_options_of_a_schedule_are_those_of_the_launch_command(tmp_path: Path) -> None:
     """A rehearsed schedule has the options of the launch command, such as a split vocabulary. With
-    that option the costs file ended in an assertion."""
+    a split vocabulary the writing of the costs file used to end in an assertion."""
     options: dict[str, Any] = {
         "pipeline_schedule": "zb-h1",
         "pipeline_vocab_parallel": 1,
@@ -379,8 +379,9 @@ def test_experts_are_unbalanced_by_megatrons_biased_router(tmp_path: Path) -> No
 
 
 def test_real_values_go_from_class_to_class(tmp_path: Path) -> None:
-    """With real values the ranks of the first stages run first, because later ranks receive what
-    these have sent. In a replay all neighbours have run before."""
+    """With real values, which a rank receives as another rank has sent them, the ranks of the first
+    stages are rehearsed first. In a replay the order is free, because all neighbours have run
+    before."""
     run = stand_in(tmp_path, "stock zb-v")
     own = replace(request(tmp_path, "stock zb-v"), values=PeerValues.REAL, replays=True)
     report = rehearse(own, run.start, print)

@@ -1,5 +1,5 @@
-"""Tests of `megatron-ext plan --lengths FILE -- COMMAND`, which tells the gain of arranging the
-microbatches."""
+"""Tests of `megatron-ext plan --lengths FILE -- COMMAND`, which predicts the gain of ordering and
+dealing the microbatches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of trainings of a GPT in FP8 and FP4 under our schedules, compared with stock; kernels are
-stand-ins."""
+"""Tests of trainings of a GPT in FP8 and FP4 under our schedules, compared with stock. Their
+kernels are stand-ins."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def test_w_adds_what_stocks_backward_adds(
 
 
 def test_torchs_apply_may_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The split works with any version of torch. Before torch 2.14 the patched `apply` got the
+    """The split works with any version of torch. Before torch 2.14 the patched `apply` gets the
     function's class as its first argument, and every training of local layers with a split backward
-    pass failed."""
+    pass used to fail there."""
 
     def class_method(function: Any, *args: Any) -> Tensor:
         output: Tensor = function.apply(*args)
@@ -109,9 +109,9 @@ class Products(TorchDispatchMode):
 
 def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split layer computes the same matrix products as stock, so sums have the same order. The
-    output gradient of LLaVA's projection is a view. Because the weight required no gradient in I,
-    torch multiplied that gradient in batches, without folding its first two dimensions; with MKL on
-    an AMD processor this is another order of sums."""
+    output gradient of LLaVA's projection is a view. Because the weight requires no gradient in I,
+    torch used to multiply that gradient in batches, without folding its first two dimensions; with
+    MKL on an AMD processor this is another order of sums."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     rest = (None, False, False, False, None, None, None, *NEWER)
@@ -128,10 +128,10 @@ def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W leaves the flag on a weight that says its gradient is in ``main_grad`` as it is. Stock's
-    function sets that flag, and the data-parallel wrapper's hook then adds nothing. In trainings
-    with CUDA graphs of MLPs, whose warm-up steps are split, the MLPs' gradients were lost from then
-    on."""
+    """If stock's function marks a weight as one whose gradient is in ``main_grad``, W does not
+    change the mark. The data-parallel wrapper's hook adds nothing to a marked weight. In trainings
+    with CUDA graphs of MLPs, whose warm-up steps are split, the MLPs' gradients used to be lost
+    from then on."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
@@ -171,8 +171,8 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
 @pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 output and weights have one type")
 def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """W computes the weight gradient of a layer whose output has another type than its weights.
-    With logits in fp32 and weights in bf16 (--logit-dtype) W failed, because its product requires
-    two operands of one type."""
+    With logits in fp32 and weights in bf16 (--logit-dtype) W used to fail, because its product
+    requires two operands of one type."""
     from megatron.core.extensions import transformer_engine
 
     def gemm(weight: Tensor, x: Tensor, out_dtype: torch.dtype, **_: Any) -> list[Tensor]:

@@ -2,8 +2,8 @@
 one order on all ranks.
 
 A whole backward pass gathers a layer's input during one matrix product, and reduces the gradient of
-its input during the other product. In a split backward pass no product hid the gather or the
-reduction.
+its input during the other product. In a split backward pass no product used to hide the gather or
+the reduction.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def weight() -> torch.nn.Parameter:
 
 
 def test_in_w_one_gather_is_under_way_beside_each_product() -> None:
-    """In W the gather of a layer's input runs during the product of the layer before. Row-parallel
-    layers (r) gather nothing, column-parallel ones (c) do; the first product hides the first
-    gather."""
+    """In W the gather of a layer's input runs during the product of the layer that W computes
+    before it. Row-parallel layers (r) gather nothing, column-parallel ones (c) do; the first
+    product hides the first gather."""
     events: list[str] = []
     waiting = WeightGradients()
     with waiting.collecting(0, 0):
@@ -63,7 +63,8 @@ def test_a_first_gather_has_nothing_to_hide_behind_and_the_next_has() -> None:
 
 def test_what_is_computed_in_i_while_a_reduction_is_under_way() -> None:
     """While a layer's reduction runs in I, the layer before computes its weight gradient, if W is
-    the next pass. Only weights that the first W of the step has shown to be used once do so."""
+    the next pass. This is done only for weights that the first W of the step has shown to be used
+    once."""
     events: list[str] = []
     waiting = WeightGradients()
     once, twice, gathered = weight(), weight(), weight()

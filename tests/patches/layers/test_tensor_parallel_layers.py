@@ -1,10 +1,11 @@
 """Tests of Transformer Engine's tensor-parallel layers under sequence parallelism and a split
 backward pass.
 
-Between I and W a layer stores only this rank's part of its gathered input, and W gathers it again:
-the whole input was most of the bytes stored from I to W. Layers with operands in Userbuffers have
-whole backward passes, and the others split ones. Layers with Userbuffers were refused: if such a
-layer deferred its weight gradient, W would read data of the next layer with the same buffer.
+Between I and W a layer stores only this rank's part of its gathered input, and W repeats the
+gather. The whole input used to be most of the bytes stored from I to W. Layers with operands in
+Userbuffers have whole backward passes, and the others split ones. Layers with Userbuffers used to
+be refused: if such a layer deferred its weight gradient, W would read data of the next layer with
+the same buffer.
 """
 
 from __future__ import annotations

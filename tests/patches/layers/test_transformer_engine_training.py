@@ -204,8 +204,8 @@ def test_recomputed_passes(version: str, setting: str) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_its_activations_leave_for_the_host(schedule: str) -> None:
     """Trainings that offload activations of Transformer Engine's layers equal stock. An offloaded
-    weight comes back as another object than the layer's weight, and only the latter has main_grad,
-    to which the whole backward pass under 1f1b adds."""
+    weight comes back as another object than the layer's weight. Only the layer's weight has
+    main_grad, to which the whole backward pass under 1f1b adds."""
     on_cpu.fetch(NEWEST)
     splits = schedule == "zb-h1"
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **OVERLAPPED}
@@ -241,8 +241,8 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
 )
 def test_slices(schedule: str, more: dict[str, object]) -> None:
     """Slices of a sequence train with Transformer Engine's fused weight gradients. Transformer
-    Engine overwrites main_grad for what it takes for a step's first forward pass; the first slice's
-    gradient comes last, so those of the other slices were lost."""
+    Engine overwrites main_grad with the gradient of what it takes for a step's first forward pass.
+    The first slice's gradient comes last, so the gradients of the other slices used to be lost."""
     on_cpu.fetch(NEWEST)
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **more}
     ranks = 4 if "sequence_parallel" in more else 2

@@ -148,12 +148,12 @@ def test_one_generator_serves_host_and_device(platform: engine.Handle) -> None:
 
 
 def test_a_data_loader_leaves_the_generator_alone(platform: engine.Handle) -> None:
-    """Creating a data iterator leaves the random state unchanged. A resumed run drew other dropout
-    masks than an uninterrupted one.
+    """Creating a data iterator leaves the random state unchanged. A resumed run used to draw other
+    dropout masks than an uninterrupted one.
 
     A data loader draws its seed from the default generator when its iterator is created, which
-    happens once more after a resume. On a GPU dropout has a generator of its own; without a GPU it
-    has not.
+    happens once more after a resume. On a GPU dropout has a generator of its own; on the CPU it
+    draws from the default one.
     """
     state = torch.get_rng_state()
     next(iter(torch.utils.data.DataLoader([1, 2, 3])))

@@ -64,8 +64,8 @@ def test_every_binding_is_changed_and_put_back() -> None:
 
 def test_a_second_installation_changes_nothing() -> None:
     """A second installation of the same schedule changes nothing. A launcher and megatron_ext.auto
-    both installed the schedule of the environment: each patch was applied twice, and the gradients
-    of a V's tied embeddings were summed twice."""
+    may both install the schedule of the environment: each patch used to be applied twice, and the
+    gradients of a V's tied embeddings were summed twice."""
     with megatron_ext.install(schedule="zb-v") as handle:
         module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
         once = module._allreduce_word_embedding_grads
@@ -94,8 +94,8 @@ def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
 
 def test_what_nobody_can_reach_any_more_refuses_nothing() -> None:
     """Objects that only a garbage cycle refers to do not prevent an installation. Caught exceptions
-    of a test kept such objects, and the ranks of the next test file would not start while the
-    garbage collector was off."""
+    of one test used to keep such objects alive, so the ranks of the next test file did not start
+    while the garbage collector was off."""
 
     def fail(*held: object) -> None:
         raise RuntimeError
@@ -166,7 +166,7 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An installation is refused under a Megatron that lacks modules which our patches import, such
-    as 0.17. On a GPU such a launch ended in the traceback of an ImportError."""
+    as 0.17. On a GPU such a launch used to end in the traceback of an ImportError."""
     module = "megatron_ext.patches.megatron.training.arguments"
     monkeypatch.setitem(sys.modules, module, None)  # importing the module now fails
     with pytest.raises(PatchError, match=rf"flags: something .* import is missing: .*{module}"):

@@ -329,8 +329,7 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
 
 @nightly("test_slices_of_packs.py has Megatron's own packs")
 def test_packs_are_cut_into_slices() -> None:
-    """Sequences packed by Megatron-Bridge train in slices of a sequence, which used to be
-    refused."""
+    """Sequences that Megatron-Bridge has packed train in slices. This used to be refused."""
     theirs, ours = runs("packed"), runs("packed/slices")
     assert {run.schedule for run in ours} == {"PipelineStep"}
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6) and len(losses(ours)) == 4
@@ -351,8 +350,8 @@ def test_use_may_be_called_twice() -> None:
 @nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
 def test_checkpoints_go_both_ways() -> None:
     """Checkpoints of Bridge's loop go both ways: saved under a V schedule and loaded under stock,
-    and the reverse. Bridge saved optimizer states rank by rank, which did not fit the stages of a
-    V."""
+    and the reverse. Bridge used to save optimizer states rank by rank, which do not fit the stages
+    of a V."""
     assert_same(runs("saving/zb-v"), runs("saving"))
     for name in ("resuming", "resuming/zb-v"):
         assert len(losses(runs(name))) == 2
@@ -363,6 +362,6 @@ def test_checkpoints_go_both_ways() -> None:
 @nightly("the same rule under Megatron's own builder: test_placements.py")
 def test_a_v_begins_with_equal_copies_of_a_tied_embedding() -> None:
     """Both copies of a tied embedding are equal when Bridge's training starts on a V. Bridge builds
-    chunks by itself, so Megatron's setup left the output layer's copy at zero, and the first step
-    refused the model."""
+    chunks by itself, so Megatron's setup used to leave the output layer's copy at zero, and the
+    first step refused the model."""
     assert len(losses(runs("tied"))) == 4

@@ -296,9 +296,9 @@ def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
 def test_measured_costs_come_to_all_ranks_at_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured costs take effect on all ranks at the same step. The second of two pipelines
-    measures enough steps of a program later than the first, which used to wait there. All ranks
-    used to exchange the costs of a shape that only one pipeline has."""
+    """Measured costs take effect on all ranks at the same step. The second of two pipelines has
+    measured enough steps of a program later than the first, which used to wait for it, because all
+    ranks exchanged the costs of a shape that only one pipeline had."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
 
     def measuring(rank: int) -> tuple[list[int], list[object]]:
@@ -329,8 +329,8 @@ def test_a_race_is_the_same_on_all_ranks(
     sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A race of schedules makes the same choices on all ranks. The second pipeline has steps of
-    another size, sometimes or always. That pipeline used to restart its race alone, and the first
-    one waited at the end of its turn for ranks that did not come."""
+    another size, in some iterations or in all. It used to restart its race alone, and the first one
+    waited at the end of its turn for ranks that did not come."""
     for module in (rounds, turn, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
         monkeypatch.setattr(module, "TIMED", 1, raising=False)
@@ -378,9 +378,9 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 
 @pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
-    """An error of one rank between its passes (of Megatron at the end of a step, or for lack of
-    host memory) ends the other ranks. Only errors within passes used to be reported to the other
-    ranks: if the caller of the failed rank went on, the other ranks waited for ever."""
+    """If one rank raises an error between its passes (Megatron's at the end of a step, or for lack
+    of host memory), the other ranks end too. Only errors within passes used to be reported to the
+    other ranks: if the caller of the failed rank went on, the other ranks waited for ever."""
 
     def failing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -572,9 +572,9 @@ def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
 
 
 def test_multi_token_prediction_outside_the_embedding_group_is_refused_on_a_line() -> None:
-    """The embedding group of a caller has only the first rank, although the last rank has a copy of
-    the embedding. A step is refused, because Megatron would not add up the gradients of the two
-    copies, and the copies would drift apart."""
+    """A step on a linear placement is refused if the last rank has a copy of the embedding for
+    multi-token prediction and is not in the caller's embedding group. Megatron would not add up the
+    gradients of the two copies, and the copies would drift apart."""
     line = [LINE_LAYOUT[0], [*LINE_LAYOUT[1][:-1], "mtp", "loss"]]
 
     def refused(rank: int) -> None:

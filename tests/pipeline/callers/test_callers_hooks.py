@@ -113,7 +113,7 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
     """Only weights with a hook of the caller's are exempt from the split into I and W. Megatron's
     data-parallel wrapper has a hook on the autograd node of each weight; if that counted as a
     caller's hook, no backward pass would be split, without a message. A caller's hook on the same
-    node, which the wrapper keeps alive, was never called."""
+    node, which the wrapper keeps alive, used to be never called."""
 
     def on_rank(rank: int) -> None:
         calls: list[Any] = []
@@ -223,8 +223,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("change", [halve_before_nodes, double_behind_nodes, swap_data])
 def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
     """Gradients equal stock's in a model with hooks of a caller. Under split backward passes, hooks
-    on autograd nodes never ran. If a hook gave a weight other data for the forward pass, I computed
-    the input's gradient from that data, and stock from the weight's own data."""
+    on autograd nodes used not to run. If a hook gave a weight other data for the forward pass, I
+    computed the input's gradient from that data, while stock computes it from the weight's own
+    data."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -240,8 +241,8 @@ def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
 
 def test_a_hook_that_a_loss_function_registers_runs_from_that_microbatch_on() -> None:
     """A loss function registers a hook on a weight during a step, and the hook sees the gradients
-    from that microbatch on. W added the gradients of earlier microbatches later, without calling
-    the hook."""
+    from that microbatch on. W used to add the gradients of microbatches whose forward passes had
+    run before, without calling the hook."""
 
     def stepped() -> tuple[Any, int]:
         calls: list[Tensor] = []
@@ -297,8 +298,8 @@ def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None
 @pytest.mark.parametrize("kind", ["before", "behind"])
 def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> None:
     """Backward hooks of a module find the same accumulated weight gradients as in stock. The hooks
-    ran in I, before W had added anything: hooks after the module's pass missed this microbatch's
-    gradient, and hooks before the pass missed those of earlier microbatches."""
+    used to run in I, before W had added anything: hooks after the module's pass missed this
+    microbatch's gradient, and hooks before the pass missed those of earlier microbatches."""
 
     def recorded() -> dict[str, list[Tensor]]:
         own: dict[str, list[Tensor]] = {}
@@ -444,9 +445,9 @@ def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
     schedule: str, stages: int
 ) -> None:
     """Hooks around the transformer layers run once for each microbatch, although its layers are
-    recomputed. Both F and R ran them: a loss term that a hook collects counted twice, and a hook
-    that reads an activation's gradient failed in F, which has none. On a V, dropout draws other
-    numbers than stock's, but the same with and without recompute."""
+    recomputed. Both F and R used to run them: a loss term that a hook collects counted twice, and a
+    hook that reads an activation's gradient failed in F, which has none. On a V, dropout draws
+    other numbers than stock's, but the same with and without recompute."""
 
     def without() -> contextlib.AbstractContextManager[Any]:
         if schedule == "zb-h1":

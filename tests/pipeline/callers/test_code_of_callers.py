@@ -132,7 +132,7 @@ def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
 ) -> None:
     """Weights that are computed from other tensors, or that have hooks, get stock's gradients,
     because autograd computes them rather than W. A gradient from W would never reach the tensors
-    behind a computed weight, and no hook would see it."""
+    from which a weight is computed, and no hook would see it."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -194,10 +194,10 @@ def backward_of_the_stage(chunk: Any) -> None:
 def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
     change: Callable[[Any], object],
 ) -> None:
-    """A caller may run a backward pass of its own inside a forward pass. Such a training ended with
-    an AssertionError, because no W follows that backward pass. Now its weight gradients are added
-    without waiting for a W, and `torch.autograd.grad` adds none. If W passes run later, the order
-    of sums differs from stock's."""
+    """A caller may run a backward pass of its own inside a forward pass. Such a training used to
+    end with an AssertionError, because no W follows that backward pass. Its weight gradients are
+    added at once, and `torch.autograd.grad` adds none. If W passes run later, the order of sums
+    differs from stock's."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -395,7 +395,7 @@ def test_a_gradient_that_a_frozen_stage_would_lose_is_refused() -> None:
 
 def test_a_model_with_another_pipeline_is_refused() -> None:
     """A second model whose pipelines have other ranks than those of the first one is refused. It
-    got the first model's connections, and the step ended with a KeyError, or would have hung."""
+    used to get the first model's connections, and the step ended with a KeyError."""
 
     def on_rank(rank: int) -> str:
         with pipelines_of_two(schedule="1f1b"):

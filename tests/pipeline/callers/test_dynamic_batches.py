@@ -156,8 +156,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
 ) -> None:
     """Only the first step of a training waits for a search of its schedule. Each new number of
     microbatches used to start a search while all ranks waited, with the costs of the longer
-    sequences in the evaluation before. Now steps with another number run the schedule that was
-    found, made longer or shorter, if that one had enough microbatches."""
+    sequences in the evaluation before. Now steps with another number of microbatches run the found
+    schedule, made longer or shorter, if the found one has enough microbatches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
 
@@ -188,8 +188,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
 
 
 def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that have not run for longest are dropped from memory. Earlier a program stayed in
-    memory for every number of microbatches that had occurred."""
+    """The programs that have not run for the longest time are dropped from memory. Earlier a
+    program stayed in memory for every number of microbatches that had occurred."""
     monkeypatch.setattr(programs, "KEPT", 2)
 
     def on_rank(rank: int) -> list[list[int]]:
@@ -207,8 +207,8 @@ def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.M
 
 def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
     """A memory limit in bytes is refused for a caller that does not tell the sequence length. verl
-    calls the schedule with a length of one token, so a limit in bytes allowed a hundred times too
-    many microbatches."""
+    calls the schedule with a length of one token, so a limit in bytes used to allow a hundred times
+    too many microbatches."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
