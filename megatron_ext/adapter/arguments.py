@@ -132,8 +132,7 @@ def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) ->
     """Return programs of ``resolved`` that can be proved for ``problems`` without a search.
 
     If ``resolved`` needs a search, the programs are those of its substitute that needs none. A
-    problem that the substitute cannot solve is omitted: only the search can tell whether it has a
-    program, unless no schedule has one.
+    problem that the substitute cannot solve is omitted, because the search may still solve it.
 
     Raises:
         ValueError: as `place_output_layer`, if ``resolved`` needs no search; a memory limit is too
@@ -334,9 +333,10 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = No
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
-    """Refuse to save optimizer states that Megatron alone would load into other stages.
+    """Refuse to save optimizer states that Megatron without us would load into other stages.
 
-    If the first stage is not on rank 0, sizes differ, and Megatron reports the mismatch itself.
+    If the first stage is not on rank 0, nothing is refused: sizes differ, and Megatron itself
+    reports the mismatch when it loads.
     """
     if placement.in_turn or placement.rank_of[0] != 0:
         return

@@ -48,7 +48,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Trained:
-    """Shares of a model that are trained. Only the built model knows what is frozen.
+    """Shares of a model that are trained, known only of a model that is built.
 
     Attributes:
         matrices: for each stage, the trained share of its layers' matrices.
@@ -79,7 +79,7 @@ class Job:
         context_parallel: ranks that share each sequence.
         ranks: ranks of the launch, on all nodes.
         stride: distance from one pipeline rank to the next, in ranks.
-        is_looked_up: whether the output layer uses the look-up table of its own stage.
+        is_looked_up: whether the output layer uses the embedding table of its own stage.
         other_shares: by stage, the share of its parameters outside its language model, if any.
     """
 

@@ -1,8 +1,8 @@
 """Checks of a launch, in the one order in which the launch, doctor and plan run them.
 
 A launch runs them on every rank, before any process group exists, and ends with the first refusal.
-Doctor notes all refusals, and plan ends with the first. What Megatron itself checks later, in the
-set-up of the model and of the training, doctor and plan check after these.
+Doctor notes all refusals, and plan ends with the first. Megatron itself checks more settings later,
+when it sets up the model and the training. Doctor and plan check those after the checks here.
 """
 
 from __future__ import annotations

@@ -159,9 +159,9 @@ def depths_of_stages(settings: Any) -> list[int] | None:
 def refuse_prediction_on_first_rank(settings: Any, placement: Placement) -> None:
     """Raise ValueError if multi-token prediction is on the first rank, but not on the first stage.
 
-    Concerned are Megatron's own placements, where that rank of an interleaved schedule has several
-    stages. Megatron takes the rank for the first stage's: it initialises the embedding there and
-    sums its gradients, and the copy of multi-token prediction stays zero.
+    Only Megatron's own placements are checked: under its interleaved schedule the first rank has
+    several stages. On that rank Megatron initialises only the first stage's embedding and sums only
+    its gradients, so the copy of multi-token prediction would stay zero.
     """
     if not is_stock_placement(placement):
         return

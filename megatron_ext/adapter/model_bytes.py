@@ -120,10 +120,10 @@ def _matrix_bytes(args: Any) -> float | None:
 def _gathered_matrix_bytes(args: Any) -> float | None:
     """Return the bytes of an element of layers' matrices that data-parallel ranks gather.
 
-    None: those of any other weight. Only matrices that are stored quantised alone are gathered so:
-    by rows, in 8 or 4 bits, and each rank makes the form by columns itself. MXFP8's are gathered in
-    16 bits, in the buffer of gradients (`_ParamAndGradBuffer` in Megatron's
-    distributed/param_and_grad_buffer.py).
+    None means the same bytes as for other weights. Matrices are gathered in 8 or 4 bits if only
+    their quantised form is stored: the form by rows is gathered, and each rank makes the form by
+    columns itself. MXFP8 matrices are gathered in 16 bits, in the buffer of gradients
+    (`_ParamAndGradBuffer` in Megatron's distributed/param_and_grad_buffer.py).
     """
     if getattr(args, "fp4", None):
         return 1 / 2 if args.fp4_param_gather else None

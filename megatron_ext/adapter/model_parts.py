@@ -177,9 +177,9 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
 
 
 def _unkept(layers: torch.nn.Module) -> frozenset[str]:
-    """Return names in `_MATRICES` of matrices frozen and without adapter in all ``layers``.
+    """Return names in `_MATRICES` whose matrices are frozen and have no adapter in all ``layers``.
 
-    An adapter is within the module that replaces its matrix, and uses the same input.
+    A trained adapter is part of the module that replaces the matrix, and needs the same input.
     """
     kept: dict[str, bool] = {}
     for path, module in layers.named_modules():

@@ -3,10 +3,11 @@
 All pipelines run one program. Other groups' communication inside passes (experts' all-to-all,
 parameter gathers) couples pipelines, and two that run different orders could wait for each other.
 
-Only the first step of a training waits for a search: callers that form batches by tokens come with
-a different number of microbatches in each step. The number that is searched for is the same on all
-ranks, since their programs would differ otherwise. One rank searches for all; each proves the
-result. For other numbers each rank extends or shortens the rows found.
+Only the first step of a training, and each new batch size of Megatron's ramp-up, waits for a
+search: callers that form batches by tokens have another number of microbatches in each step. The
+number that is searched for is the same on all ranks, as their programs would differ otherwise. One
+rank searches for all ranks, and each rank proves the result. For other numbers each rank extends or
+shortens the rows found.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Layers split their backward pass only if a W will follow, and not all of their weights can wait for
 it: a caller's hooks run in I alone, an output layer's gradient may take too much memory, and a CUDA
-graph may overwrite the tensors. `Split` has these decisions for one step, and `splitting` tells
+graph may overwrite the tensors. `Split` has these decisions for one step, and `splitting` passes
 them to the queue of weight gradients.
 """
 

@@ -1,7 +1,7 @@
 """Numbers of microbatches that the steps of a training have.
 
-With ``--step-batch-size-schedule`` the batch grows in the course of a training. The steps that hold
-most of its samples, and so of its tokens, stand for all.
+With ``--step-batch-size-schedule`` the batch grows in the course of a training. Estimates for the
+whole training use the step size with which most of its samples are trained.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ def tied_weights(
 def equalize_copies(model: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's embedding to all its copies.
 
-    Megatron takes the last chunk of the first stage's rank for the one with the copy, so on a rank
-    of its own multi-token prediction gets that chunk's table when the model is built. Collective
-    over the embedding group, if multi-token prediction is on a rank of its own.
+    If multi-token prediction is on a rank of its own, Megatron initialises its copy from the last
+    chunk of the first stage's rank, which may be another stage's. Here that copy gets the first
+    stage's table, by a collective over the embedding group.
     """
     with torch.no_grad():
         for chunk, table in _shared_tables(model):
@@ -72,7 +72,7 @@ def _shared_tables(
 ) -> Iterator[tuple[Any, torch.nn.Parameter]]:
     """Yield the chunks of this rank that look up tokens, with their embedding tables.
 
-    None is yielded unless two ranks share the embedding.
+    Nothing is yielded unless two ranks share the embedding.
     """
     for chunk in model:
         language: Any = language_model(chunk)
@@ -123,7 +123,7 @@ def _refuse_copy_without_group(
 
 
 class CopiedEmbeddingHooks(TrainingHooks):
-    """Hooks that check that the embedding group has multi-token prediction's copy.
+    """Hooks that check that the embedding group has the rank of multi-token prediction's copy.
 
     Otherwise Megatron would not add the gradients of the embedding and of its copy.
     """

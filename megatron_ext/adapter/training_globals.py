@@ -1,7 +1,7 @@
 """Global variables of Megatron's training loop, where it runs.
 
 Megatron's loop has its arguments, its iteration and its writers in global variables, and other
-callers of Megatron have none of them. Each question to them is a function here, with an answer for
+callers of Megatron have none of them. Each function here reads some of them, and has a result for
 callers without that loop.
 """
 
@@ -58,7 +58,7 @@ def restarts_in_process() -> bool:
 def ramps_up_to(microbatches: int) -> bool:
     """Return whether Megatron's growing batch size now has this number of microbatches.
 
-    Many steps will then have the same number.
+    If so, many steps in a row will have the same number.
     """
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator

@@ -1,8 +1,8 @@
 """Settings that are allowed with our schedules but have not been tried with them.
 
-Between what is refused and what tests have shown lies what was never run: kernels without a GPU
-here, optimizers, dispatchers. Refusing all of it would refuse launches that work. So each such
-setting has a sentence on how far it was tried, with which doctor remarks on a command that has it.
+Some settings are neither refused nor covered by a test: kernels that need a GPU, optimizers,
+dispatchers. Refusing them all would refuse launches that work. So each such setting has a sentence
+on how far it was tried, which doctor prints for a command with the setting.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, and whether a command loads them."""
+"""Contents of checkpoints, and the judgement whether a launch command can load one."""

@@ -1,9 +1,9 @@
-"""Whether a command loads a checkpoint: whole, its weights alone, or not.
+"""Judgement whether a launch command loads a checkpoint: the whole, its weights alone, or nothing.
 
-One judgement for all who ask: the check of a command, the plan, and the launch. It follows what
-Megatron compares when it loads, in `megatron.training.checkpointing`: optimizer states that were
-saved rank by rank need the same stages on the same ranks; weights, and states that were saved
-parameter by parameter (--dist-ckpt-optim-fully-reshardable), need the same model alone.
+Doctor, the plan and the launch all use this judgement. It follows the comparisons that Megatron
+makes when it loads, in `megatron.training.checkpointing`: optimizer states that were saved rank by
+rank need the same stages on the same ranks; weights, and states that were saved parameter by
+parameter (--dist-ckpt-optim-fully-reshardable), need only the same model.
 """
 
 from __future__ import annotations

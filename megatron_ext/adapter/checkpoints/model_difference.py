@@ -1,7 +1,7 @@
-"""Differences between the tensors of two models, that of a checkpoint and that of a command.
+"""Differences between the tensors of a checkpoint's model and those of a launch command's model.
 
 Megatron looks in a checkpoint for each tensor of its model. If a tensor is missing or has another
-shape, the launch ends; tensors of the checkpoint that the model has not are ignored.
+shape, the launch ends; tensors that only the checkpoint has are ignored.
 """
 
 from __future__ import annotations

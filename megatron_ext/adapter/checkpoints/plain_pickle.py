@@ -1,7 +1,7 @@
 """Pickles read without running what they name.
 
-A pickle calls any function that it names. Here each name becomes a class that does nothing but hold
-what it is given, so a checkpoint of somebody else can be looked at before it is trusted.
+A pickle calls any function that it names. Here each name becomes a class whose objects only store
+their arguments, so a checkpoint of somebody else can be looked at before it is trusted.
 """
 
 from __future__ import annotations

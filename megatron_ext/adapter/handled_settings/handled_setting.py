@@ -19,7 +19,7 @@ class HandledSetting:
     Attributes:
         setting: its name in Megatron's arguments and configs.
         text: what our code does instead, or which effect remains.
-        by: whether our settings implement it.
+        by: function that tells whether our given settings implement it.
         stays: whether the setting stays on.
     """
 

@@ -1,7 +1,7 @@
 """Table rows of Megatron's settings that our schedules and features refuse.
 
-A refusal is data, so that checks, pages, records and tests can all go through it: a setting, when
-it is meant, the reason, and what to write instead.
+A refusal is data, so that checks, pages, records and tests can all read it: a setting, the values
+that are refused, the reason, and what to write instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RefusedSetting:
         setting: its name in Megatron's arguments and configs.
         unsupported: tells whether a value is refused; not called if the setting does not exist.
         remedy: what the user should write instead.
-        by: tells whether a schedule refuses the setting.
+        by: function that tells whether a given schedule refuses the setting.
         matters: tells whether the setting has an effect, given all other settings.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of Megatron that the schedule or its passes implement: accepted, with a log line each.
+"""Settings of Megatron that the schedule or its passes implement; each is accepted and logged.
 
 Settings that would change layers are switched off in the configs from which models are built.
 """

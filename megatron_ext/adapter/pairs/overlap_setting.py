@@ -1,8 +1,8 @@
 """Megatron's flag that requests overlapped forward and backward passes.
 
-The flag is Megatron's, and pairs are an option of the schedule like those that have flags of our
-own. Here the flag becomes the option, and what conflicts with it is refused by the names that the
-user knows.
+Overlapped passes are an option of the schedule, like options that have flags of our own. Here
+Megatron's flag becomes that option, and options that conflict with it are refused by the names of
+flags that the user knows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Megatron's arguments, or a caller's TransformerConfig, as facts that ranks must have in common.
 
-``rank_arguments.toml`` has the arguments that decide numbers or program, those of which only the
-presence counts, since files may lie elsewhere on each node, and those in which ranks may differ. A
-difference in an argument that it does not name, such as a script's own, is a remark.
+``rank_arguments.toml`` lists arguments by how ranks are compared: by value if an argument decides a
+training's results or its program, by presence alone for files, which may lie elsewhere on each
+node, and not at all. An argument that is not listed, such as a script's own, is compared too, but a
+difference is only a remark.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Multi-token prediction of a slice, which looks at tokens of later slices.
+"""Multi-token prediction for one slice of a sequence, which looks at tokens of later slices.
 
-The tensors that it shifts (tokens, positions, labels, masks) are therefore whole, the borders of a
-pack's documents too, and so are the losses, which are 0 for tokens of other slices. Embeddings and
-predictions are computed for the slice alone.
+Megatron's functions shift tokens, positions, labels and masks, so they get these tensors, and the
+borders of a pack's documents, for the whole sequence. Losses are tensors of the whole sequence too,
+with 0 for tokens of other slices. Embeddings and predictions are computed for the slice alone.
 """
 
 from __future__ import annotations

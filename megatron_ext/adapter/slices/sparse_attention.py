@@ -1,8 +1,9 @@
 """Sparse attention of a slice, whose indexer chooses among the keys of all tokens up to its end.
 
-Indexer and attention each have keys of their own, from all slices up to the running one. Megatron
-takes the places of queries for those of the first keys: it is told the slice's own. The indexer's
-loss is a mean over queries, so each slice has its share of it.
+Indexer and attention each have keys of their own, from all slices up to the running one. By default
+Megatron assumes that the first query is at the first key's position, so the slice's positions are
+passed to it. The indexer's loss is a mean over queries, so the loss of each slice is weighted by
+the slice's share of the sequence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""Passes of a step on one rank: its stages and the other owners, assembled for the executor, which
-knows no models. Only here do chunks, transport and features meet."""
+"""Passes of a step on one rank: everything that the executor needs to run them.
+
+The executor knows no models. It gets this rank's stages, the transport of messages, and owners,
+which are objects by which features run further kinds of actions. Only this module knows all of
+these.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ As in Megatron's own recompute, hooks of the caller's on a stage's model, decode
 run once, with gradients. The stage's graph, made in F, has a node in place of the decoder's. In the
 backward pass that node runs the backward pass of the graph that R has made of the decoder.
 
-What surrounds the decoder is stored from F on: on the first stage the embeddings.
+Activations outside the decoder, such as the first stage's embeddings, are stored from F on.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ class RecomputedDecoder:
 
     @contextlib.contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Context in which the stage's F runs, with the decoder as a node of its graph.
-
-        The node is recomputed.
-        """
+        """Context in which the stage's F runs, with the decoder as a node that R recomputes."""
         attributes = vars(self._decoder)
         kept = {"forward": attributes["forward"]} if "forward" in attributes else {}
         self._forward = self._decoder.forward

@@ -154,8 +154,9 @@ class SlicedStage(ModelStage):
 def _add_all_gradients(model: torch.nn.Module) -> None:
     """Make Transformer Engine add all weight gradients of this step to ``main_grad``.
 
-    It would overwrite ``main_grad`` with the gradient of the step's first forward pass, and with
-    slices that is not the first gradient. (Quantised weights need to know the first forward pass.)
+    Otherwise Transformer Engine would overwrite ``main_grad`` with the gradient of the step's first
+    forward pass, which with slices is not the first gradient. Not called for quantised weights,
+    which must know the first forward pass.
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):

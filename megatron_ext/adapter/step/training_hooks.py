@@ -1,8 +1,8 @@
 """Hooks by which a feature takes part in a training, as `step_hooks` are those of a step.
 
-A training has moments at which a feature may have something to say: settings are checked, programs
-are made, ranks connect, a step begins or ends. Code at these moments names no feature; it calls the
-methods here, which do nothing unless a feature overrides them.
+A feature may act when settings are checked, when programs are made, when ranks connect, and when a
+step begins or ends. The code for these events names no feature; it calls the methods here, which do
+nothing unless a feature overrides them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Capabilities of Transformer Engine, and its requirements on a schedule.
 
-It may be missing or old, it captures CUDA graphs in one fixed order, and its layers defer weight
-gradients in a way of their own.
+The package may be missing or old. It captures CUDA graphs in one fixed order, and its layers have
+their own mechanism to defer weight gradients.
 """

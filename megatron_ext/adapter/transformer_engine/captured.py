@@ -30,8 +30,8 @@ def is_one_graph(settings: Any) -> bool:
 def captured_parts(settings: Any) -> frozenset[str]:
     """Return the parts of layers that are captured in CUDA graphs, by Megatron's names.
 
-    The names are attn, mlp, moe, moe_router, moe_preprocess and mamba; all of them stand for whole
-    layers.
+    The names are attn, mlp, moe, moe_router, moe_preprocess and mamba. All six are returned if
+    whole layers are captured.
     """
     if not captures(settings):
         return frozenset()

@@ -51,7 +51,7 @@ class LayerGraphsHooks(TrainingHooks):
 class WholeGraphHooks(TrainingHooks):
     """Hooks of one CUDA graph of all passes of a step (--cuda-graph-impl full_iteration).
 
-    Such a graph has no place for a host that waits for its device or asks it.
+    During the step the host may neither wait for its device nor query it.
     """
 
     limits_host = False

@@ -1,7 +1,7 @@
 """Check for a Transformer Engine that can defer weight gradients.
 
-An older one computes weight gradients in the backward pass whatever the schedule says, and one that
-is broken cannot be patched.
+An older version computes weight gradients in the backward pass whatever the schedule says, and a
+broken installation cannot be patched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OLDEST = (2, 8)
 def can_split() -> bool:
     """Return whether a Transformer Engine is installed whose layers can defer weight gradients.
 
-    One that cannot be imported counts as not installed, as Megatron counts it, too.
+    A Transformer Engine that cannot be imported counts as not installed, as in Megatron.
     """
     try:
         version = importlib.metadata.version("transformer_engine")

@@ -1,7 +1,7 @@
-"""Settings of Megatron that activation offload refuses, and Megatron's own offload.
+"""Settings of Megatron that activation offload refuses, and refusal of Megatron's own offload.
 
-Megatron's copies follow the order of its own pipeline. With offload the schedule's copies take
-their place, and without offload they are refused.
+Megatron's own copies to the host follow the order of its own pipeline. They are refused under our
+schedules, whose copies are requested by --pipeline-activation-offload.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The ranks of a pipeline form a chain, in the order of their first stages. After its last pass a rank
 receives the combined gradient state of the ranks before it, adds its own, takes its optimizer step,
-and sends the sum on. The last rank knows whether the steps were right. This verdict goes back
-through the chain while the next step begins. A rank waits for it as late as its results since then
-can still be undone (`speculation`).
+and sends the sum on. The last rank then knows the state of all ranks, and so whether the optimizer
+steps were right. This verdict goes back through the chain while the next step begins. A rank waits
+for the verdict as late as possible: just before a result that it could not undo (`speculation`).
 
     stage 0   0RECV_V0          0F0 0F1 0F2 | 0SETTLE0 0F3 ... 0W7          0STEP0 0SEND_P0
     stage 1   1RECV_V0 1SEND_V0     1F0     | 1SETTLE0 1F1 ... 1W7 1RECV_P0 1STEP0 1SEND_P0

@@ -1,7 +1,7 @@
 """Value ``profile`` of ``--pipeline-costs``, and the settings that it does not go with.
 
-Passes are timed one by one in consecutive steps, so the settings under which passes or steps run
-into one another leave nothing to time.
+Passes are timed one by one in consecutive steps, so settings under which passes or steps overlap
+are refused.
 """
 
 from __future__ import annotations

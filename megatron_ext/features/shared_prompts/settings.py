@@ -1,5 +1,6 @@
 """Setting ``--pipeline-shared-prompts``. It acts on Megatron's own schedule too, and is refused
-with what cuts a row or moves what its attention saves."""
+with slices of sequences and with activation offload.
+"""
 
 from __future__ import annotations
 

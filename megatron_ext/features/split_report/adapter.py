@@ -1,8 +1,9 @@
 """Report of the weight gradients that a schedule defers to W, and of those not deferred, with
 reasons.
 
-A schedule is made for costs of W. If many weights cannot wait, because of hooks, graphs or layers
-that do not split, its bubbles stay empty, and nothing else tells why.
+A schedule fills bubbles with W passes of the expected cost. If many weights cannot wait for W,
+because of hooks, graphs or layers that do not split, bubbles stay empty, and only this report tells
+why.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class SplitReportHooks(TrainingHooks):
 class SplitReport(StepObserver[Step]):
     """Observer that logs the `split_report` of all ranks once, after a representative step.
 
-    In a race of schedules (--pipeline-race) with one that ``splits`` the backward pass, that is the
-    first step under such a schedule; with CUDA graphs, the first step that replays them.
+    In a race (--pipeline-race) in which a schedule ``splits`` the backward pass, that is the first
+    step under such a schedule; with CUDA graphs, the first step that replays them.
     """
 
     def __init__(self, *, splits: bool) -> None:

@@ -14,7 +14,7 @@ from megatron_ext.features.arrangement.refusals import ARRANGEMENT_REFUSALS
 class ArrangementHooks(TrainingHooks):
     """Hooks that check launches whose microbatches are ordered by cost.
 
-    Steps do not see the order.
+    Steps need no hooks for that: the data loader already yields the microbatches in the new order.
     """
 
     @override

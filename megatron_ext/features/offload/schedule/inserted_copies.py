@@ -173,7 +173,7 @@ class _Leaving:
     def fewest_that_fit(self, absences: Sequence[Absence]) -> int:
         """Return the smallest number of offloaded candidates that meets the memory limit.
 
-        If no number does, all are counted.
+        If no number does, the number of all candidates is returned.
         """
         ranks = sorted({absence.rank for absence in absences})
         return bisect_left(

@@ -1,8 +1,9 @@
 """Hooks of post-validation: steps that begin before the previous one is validated.
 
-A rank's step needs the norm of all gradients, for which it would wait. With this feature it steps
-on what it knows, and the next step brings the verdict: the hooks connect the ranks for it, and make
-the training step restartable.
+A rank's optimizer step needs the norm of all ranks' gradients, for which the rank would wait. With
+this feature the rank uses the norm of the ranks before it, and learns during the next step whether
+its optimizer step was right. The hooks connect the ranks for that, and let the next step restart if
+it was not.
 """
 
 from __future__ import annotations

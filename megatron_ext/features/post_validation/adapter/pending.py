@@ -1,13 +1,12 @@
-"""Optimizer steps taken before their post-validation, until its verdict (gradient norm, infs).
+"""Optimizer steps taken before their post-validation, which are committed or rolled back later.
 
-While it is *armed*, the optimizer steps on the state of the earlier ranks in the chain, and the
-training loop goes on as after a success. The schedule's next step brings the whole state; its
-verdict commits the step, or rolls it back and redoes it as Megatron does. Actions of the loop that
-a verdict can change (zeroing gradients, the log) are deferred until then.
+While post-validation is *armed*, the optimizer steps on the gradient norm and infs of earlier ranks
+in the chain alone, and the training loop goes on as after a success. In the next step the norm and
+infs of all ranks arrive: the optimizer step is committed, or rolled back and redone as by Megatron.
+Actions that depend on this verdict (zeroing gradients, the log) are deferred until then.
 
-There is one `post_validation` per process, as there is one training loop. The wrappers of the
-functions that the loop calls consult it: core/optimizer/optimizer, core/optimizer_param_scheduler,
-and the loop in training.
+There is one `post_validation` per process, as there is one training loop. The patches in
+core/optimizer/optimizer, core/optimizer_param_scheduler and the loop in training consult it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Copy of a state that is about to be overwritten, from which it can be restored bit for bit.
 
-Inverting an update (of an optimizer's step) is not exact; a copy is. Copies are made into buffers
-that are allocated once: on the device if it has enough memory, else in pinned host memory.
+Computing the old state back from an optimizer's update would not be exact, so the state is copied.
+Copies are made into buffers that are allocated once: on the device if it has enough memory, else in
+pinned host memory.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ CPU = torch.device("cpu")
 def choose_place(size: int, device: torch.device) -> torch.device:
     """Return the device on which ``size`` bytes of copies of ``device``'s tensors are stored.
 
-    That is ``device`` itself, unless its memory may not suffice: its free memory, plus what torch
-    has reserved beyond the peak of active memory so far. Otherwise it is the host. (Active memory
-    exceeds allocated memory: it includes freed memory that another stream may still read.)
+    That is ``device`` itself if its memory suffices: its free memory, plus what torch has reserved
+    beyond the peak of active memory so far, less 5 % of its total memory. Otherwise it is the host.
+    (Active memory exceeds allocated memory: it includes freed memory that another stream may still
+    read.)
     """
     if device.type != "cuda":
         return device

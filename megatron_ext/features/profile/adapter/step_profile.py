@@ -1,6 +1,6 @@
 """Costs that a training measures itself (``--pipeline-costs profile``).
 
-After its last step, the prediction made with them is compared with the measured steps.
+When the training ends, the step time predicted from these costs is compared with the measured one.
 
 This patches nothing: the code that runs the steps calls it.
 """

@@ -1,4 +1,5 @@
-"""Race of schedules in a training: which one the next step runs under, and their times.
+"""Race of schedules in a training: choice of the schedule of each step, and timing of the
+schedules.
 
 All ranks make the same decisions: they decide together, and only at training steps whose numbers
 all of them know. A single pipeline may have steps of another size, or be interrupted: its ranks

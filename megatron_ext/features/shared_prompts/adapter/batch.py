@@ -1,8 +1,8 @@
 """Description of a microbatch whose sequences share prompts, as callers write it.
 
-In reinforcement learning many answers begin with one prompt, which is computed for each of them. A
-caller describes its sequences once, and gets the shorter row that the model runs, and the way back
-from its output.
+In reinforcement learning many answers begin with one prompt, which is usually computed once for
+each answer. A caller describes the sequences of a microbatch. The description turns them into the
+shorter row that the model runs, and the model's output back into that of the sequences.
 """
 
 from __future__ import annotations

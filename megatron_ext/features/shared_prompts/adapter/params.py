@@ -1,7 +1,8 @@
 """Megatron's parameters of a packed row, for a row in which answers share their prompts.
 
-Megatron passes one object of parameters to all layers. It takes the row for one document; only
-positions and core attention know that answers attend to prompts elsewhere in the row.
+Megatron passes one PackedSeqParams object to all layers. Here that object describes the row as one
+document; only positions and core attention read that answers attend to prompts elsewhere in the
+row.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class SharedAttention:
 class SharedPromptParams(PackedSeqParams):
     """Parameters of a packed row in which answers share prompts.
 
-    Only models that know segments can run it: Megatron's own fields are empty until `for_layers`
-    fills them.
+    Megatron's own fields are empty until `for_layers` fills them, so that a model which does not
+    know shared prompts cannot run the row.
 
     Attributes:
         shared: attention of the row.
@@ -65,7 +66,7 @@ def shared_params(row: SharedRow, device: torch.device) -> SharedPromptParams:
 
 
 def for_layers(params: SharedPromptParams) -> SharedPromptParams:
-    """Return ``params`` by which layers take the row with shared prompts for one document.
+    """Return ``params`` that describe the row with shared prompts to layers as one document.
 
     Only positions and core attention know the row's segments. The longest document is the longest
     sequence, up to which rotary frequencies are computed.

@@ -1,8 +1,8 @@
-"""Rotary positions of a row in which answers share their prompts: each token's in its sequence.
+"""Rotary positions of a row in which answers share their prompts: a token's place in its sequence.
 
-The length up to which frequencies are computed carries the positions from where Megatron reads it
-off the row's parameters to the call of the embedding. It is an argument, so passes that are
-recomputed have their own row's positions.
+Megatron reads from the row's parameters the length up to which frequencies are computed, and passes
+it to the embedding. Here this length is an int with the positions as an attribute. As an argument
+it belongs to its row, also when passes are recomputed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPTModel called with a row in which answers share their prompts.
 
-Layers that mix tokens in a way of their own would mix those of different answers. So a model is
-checked when it is called with such a row for the first time, and the row's parameters become those
-that its layers take.
+A layer that mixes tokens in a way unknown here would mix those of different answers. So a model is
+checked when it is called with such a row for the first time. Its layers then get parameters that
+describe the row as one document.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedModelCall:
     ) -> Any:
         """Run GPTModel's forward by ``original``.
 
-        Layers take a row with shared prompts for one document.
+        A row with shared prompts is described to the layers as one document.
 
         Raises:
             ValueError: the model mixes tokens in a way that is not known, a setting of its config

@@ -28,8 +28,9 @@ class AttendedTokens:
         tokens: tokens of the row, [attended].
         of_segment: for each token of the row, its index among ``tokens`` for its own segment,
             [row].
-        copies: for the first answers of all prefixes, the second ones, and so on: tokens of the
-            prefixes, and their indices among ``tokens``. No entry has a token twice.
+        copies: an entry for the first answers of all prefixes, one for the second answers, and so
+            on. An entry has the tokens of the prefixes, none of them twice, and their indices among
+            ``tokens``.
     """
 
     tokens: Tensor

@@ -1,7 +1,7 @@
 """Padding of a vocabulary that is partitioned over pipeline ranks.
 
-Megatron pads it to a multiple of the tensor-parallel ranks, and asserts that the parts are equal.
-With pipeline ranks as partners the multiple is larger.
+Megatron pads a vocabulary to a multiple of the tensor-parallel ranks, and asserts that the parts
+are equal. Here pipeline ranks have parts too, so the multiple is larger.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from megatron_ext.features.vocabulary.runtime.shard import VocabularyShard
 class VocabularyPart:
     """Part of the vocabulary on a rank, which Megatron's layers get in place of a process group.
 
-    They use only ``rank()`` and ``size()`` of it.
+    The layers call only ``rank()`` and ``size()`` of a group.
     """
 
     index: int
@@ -66,7 +66,7 @@ def check_divisible(vocabulary: int, parts: int) -> None:
 
 
 class EmbeddingPart(VocabParallelEmbedding):
-    """Rows of the embedding on this rank. On the first stage the forward pass ends the lookup."""
+    """Rows of the embedding on this rank. The first stage's forward pass completes the lookup."""
 
     def __init__(self, model: Any, part: VocabularyPart, *, reduce_scatter: bool = False) -> None:
         config = model.config
