@@ -1,8 +1,8 @@
 """Explanation of a measured step: its time by parts, and the largest single causes.
 
 Every answer is a replay of the step (`replay`) without the thing in question: the makespan if a
-message had arrived at once, or if a pass had taken as long as others of its kind. A delay that no
-pass waited for therefore counts nothing, however late it was.
+message had arrived at once, or if a pass had taken as long as others of its kind. A late pass or
+message that nothing waited for therefore counts as 0 s, however late it was.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Parts of a model along its pipeline, whose times are fitted to the measured passes of stages.
 
 A stage's pass is the sum of its parts: layers, those of multi-token prediction among them, on the
-first stage the embedding and a tower, on the last the output layer. The measured sums give the
-scale of each part as far as they tell parts apart; parts that they do not keep the proportions of
-the estimate.
+first stage the embedding and a tower, on the last the output layer. The measured sums determine the
+seconds of each part as far as they can be solved for. Parts that the sums cannot separate keep the
+proportions of the estimate.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ModelParts:
         return cut
 
     def doubted(self) -> Iterator[ModelParts]:
-        """Yield copies of this model with other estimates for parts not measured apart."""
+        """Yield copies of this model with other estimates for parts that passes cannot separate."""
         table = self.counts(self.layers)
         doubtful: set[str] = set()
         for passes in (FORWARD, BACKWARD):

@@ -25,10 +25,11 @@ PATIENCE = 100  # number of iterations with a larger difference after which a re
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
-    """Return the numbers of those passes of ``rank`` whose times tell the offset of its clock.
+    """Return the numbers, among the passes of ``rank``, of those that tell its clock's offset.
 
-    They are two for each of its stages: F of the first microbatch, and I (or B) of the last, or F
-    of the last for a stage with forward passes alone. Ranks mostly wait for the inputs of these.
+    There are two passes for each of its stages: F of the first microbatch, and I (or B) of the last
+    one. For a stage with forward passes alone the second is F of the last microbatch. Ranks mostly
+    wait for the inputs of these passes, so their times show when a message arrived.
     """
     last_forward, last_backward = program.problem.forwards[-1], program.problem.backwards[-1]
     place = {

@@ -50,8 +50,8 @@ def stock_1f1b(problem: Problem) -> Timeline:
 def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
     """Return a sentence that compares two programs of a training after costs were measured.
 
-    ``before`` was made with estimated costs, ``now`` with the measured ``costs``. Both are judged
-    by the latter.
+    ``before`` was made with estimated costs, ``now`` with the measured ``costs``. Both are
+    simulated with the measured costs.
     """
     stock = stock_1f1b(replace(now.problem, costs=costs)).makespan
 

@@ -73,7 +73,7 @@ class TracedStep:
         iteration: its number in Megatron's log.
         measured: start and end of each pass.
         predicted: the simulated step, with costs ``cost_factor`` times those of the program, so
-            that all its passes together take as long as the measured ones. It starts with
+            that all its passes together take as long as the measured ones. It starts together with
             ``measured``.
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
         weight_shares: for a step of Megatron's own schedule, the estimated share of W in each

@@ -1,7 +1,7 @@
 """Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`.
 
-The same findings go to two places, and should read alike in both: rows and remarks are made here,
-and who prints them adds nothing.
+The same findings go to two places, and should read alike in both: all rows and remarks are made
+here, and the callers only print them.
 """
 
 from __future__ import annotations

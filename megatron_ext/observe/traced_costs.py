@@ -1,8 +1,9 @@
 """Measured costs of traced steps of Megatron's own schedules, for `what_if`.
 
-To predict another schedule from a trace, its costs are needed rather than its times. The median
-seconds of each stage's passes are measured; messages are what passes waited after the pass that
-made their input.
+To predict another schedule from a trace, the costs of passes and messages are needed. A pass costs
+the median seconds of its kind on its stage. A message costs a short one of the measured times (the
+first quartile) from the end of the pass that made an input to the start of the pass that waited for
+it.
 """
 
 from __future__ import annotations

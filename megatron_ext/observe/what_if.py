@@ -1,9 +1,9 @@
 """Prediction of the step time of our schedules from the costs of a measured step of Megatron's own.
 
 Megatron's backward pass is not split, so the share of W is not measured but estimated. Each answer
-is therefore a range over a W of 0.3 to 0.5 of B. Under another placement layers lie on other
-stages: the measured passes give the scale of each part of the model, the estimate the proportions
-of parts that they do not tell apart.
+is therefore a range, for a W that takes from 0.3 to 0.5 of B's time. Under another placement layers
+lie on other stages, so the time of each part of the model is fitted to the measured passes. Parts
+that the passes cannot separate keep the estimate's proportions.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TracedCosts:
         )
 
     def doubted(self) -> Iterator[TracedCosts]:
-        """Yield these costs with other proportions of parts that were not measured apart."""
+        """Yield these costs with other proportions of parts that passes cannot separate."""
         for parts in () if self.parts is None else self.parts.doubted():
             yield replace(self, parts=parts)
 
@@ -167,7 +167,7 @@ class WhatIf:
     Attributes:
         stock: the schedule that Megatron has run.
         within: schedules that hold no more than Megatron's own, shortest first.
-        with_more: schedules that gain by holding more, shortest first.
+        with_more: schedules with shorter steps that hold more, shortest first.
         excluded: the reason why other schedules are in neither, by name.
         has_parts: whether layers, embedding and output layer were told apart.
         has_depths: whether layers of multi-token prediction were told apart, too.
@@ -239,8 +239,8 @@ def _tried(
 ) -> Iterator[Prospect]:
     """Yield a schedule, simulated with costs from a trace, without a memory limit.
 
-    If it holds more than ``stock``, Megatron's schedule, yield the schedule within that memory, and
-    the first one only if it is faster.
+    If the schedule holds more memory than ``stock``, Megatron's schedule, yield a version within
+    the memory of ``stock``, and the version without a limit only if its step is shorter.
 
     Raises:
         ValueError: there is nothing to report, or no time to build it.

@@ -1,8 +1,9 @@
 """Sequential runs of launch commands on this machine, each recorded.
 
-Two runs may differ by kernels and by chance even if they are the same, so A runs twice, and its own
-difference is the measure of that between A and B. Both begin from one checkpoint, which A writes if
-they load none: initial weights depend on the stages of a rank.
+Two runs of one command may differ, because kernels sum in varying order. So command A runs twice,
+and the difference of its two runs is the floor for the difference of A and B. Both commands begin
+from one checkpoint, which A writes if they load none: initial weights depend on the stages of a
+rank.
 """
 
 from __future__ import annotations
@@ -253,11 +254,12 @@ def _check_disk(folder: Path, needed: int, what: str) -> None:
 def check_comparable(a: RunCommand, b: RunCommand) -> None:
     """Raise ValueError unless two commands train the same model on the same data in the same way.
 
-    Nothing runs for the check. Without Megatron on this machine nothing is checked; the recordings
-    are, after both runs.
+    Neither command runs for the check. Without Megatron on this machine nothing is checked here;
+    the recordings are compared after both runs.
 
     Raises:
-        ValueError: the commands differ so, or Megatron's parser rejects one of them.
+        ValueError: the commands train another model, on other data or in another way, or Megatron's
+            parser rejects one of them.
     """
     parsed = [_arguments(command, name) for command, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):

@@ -1,4 +1,4 @@
-"""Schedules timed against one another within a training: who, in which turns, and who has won.
+"""Race of schedules within a training: its contestants, turns, record and winner.
 
 A prediction can be wrong; a race measures on the machine itself, in steps that train.
 """

@@ -47,7 +47,7 @@ class RaceFigures:
             predicted one is None if there is no estimate.
         peak, predicted_peak: bytes that activations take on the rank with the most; None where
             that is unknown.
-        peak_microbatches: the predicted peak of a rank.
+        peak_microbatches: the largest predicted peak of a rank, in microbatches.
     """
 
     bubble: float
@@ -166,8 +166,11 @@ def _figures(spec: str, figures: Any) -> RaceFigures:
 
 
 def _check_course(record: RaceRecord, contestants: Contestants) -> None:
-    """Raise ValueError unless a race of ``contestants`` with the rounds of ``record`` is as far as
-    the record says: a round has those that were left, and the winner is that of the rounds."""
+    """Raise ValueError unless ``record`` is consistent with a race of ``contestants``.
+
+    Each round must have the schedules that earlier rounds have left in the race, and the winner
+    must follow from the rounds.
+    """
     timed = {spec for measured in record.rounds for spec in measured}
     strangers = (timed | record.figures.keys()) - set(contestants.specs)
     if strangers or timed - record.figures.keys():

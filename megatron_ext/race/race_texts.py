@@ -50,7 +50,7 @@ def _pace(race: Race, spec: str) -> str:
 
 
 def doubt_of_winner(race: Race, figures: Mapping[str, RaceFigures]) -> str | None:
-    """Return why the winner's gain cannot be its own, and what to do; None if it can be.
+    """Return why the winner's schedule alone cannot gain so much, and what to do; None if it can.
 
     A schedule takes bubbles away and nothing else: without any, the baseline's passes would take
     ``1 - bubble`` of their time, and the rest of an iteration as long as it does now.

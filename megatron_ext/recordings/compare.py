@@ -1,8 +1,9 @@
 """Comparison of two recordings: whether they have the same numbers, and the first difference.
 
-"Equal" is not enough where kernels vary: a run differs from itself. Four recordings can tell apart
-four cases: the same bits, no further than A from itself, no further than A with its sums in another
-order, or different. The first difference says where to look.
+Where kernels vary, two runs of one command differ too, so "equal" is not enough. With recordings of
+A, B, A a second time, and A with its sums in another order, four verdicts are possible: B has the
+same bits, differs from A no more than A's second run does, no more than A with its sums in another
+order does, or more than that. The first difference says where to look.
 """
 
 from __future__ import annotations

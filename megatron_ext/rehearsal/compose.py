@@ -1,8 +1,8 @@
 """Composition of the passes of ranks that ran alone into a step of the whole pipeline.
 
 Each pass takes the seconds that it took alone, microbatch by microbatch: medians by stage and kind
-make a step up to 3 % too short. Messages and copies take no time here, because no rank has measured
-them: copies to the host are in the time between passes.
+make a step up to 3 % too short. Messages take no time here, because no rank has measured them.
+Copies to the host are part of the measured time between passes.
 
 In a replay each rank runs once more, with its messages at the times of the composed step, and the
 passes of that run are composed: a pass may be longer after a wait, or next to a waiting message.

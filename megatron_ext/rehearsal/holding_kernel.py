@@ -4,7 +4,7 @@ receive of NCCL's does until its partner comes.
 Written in PTX and started by the driver's own library, so that any torch will do and no compiler is
 needed. As NCCL's, a block has 640 threads and owns a multiprocessor by its registers, and reads
 memory of its own GPU while it waits. A message that is to hold no blocks has one warp of few
-registers, next to which other blocks run. It has run on no GPU.
+registers, next to which other blocks run. This kernel has not been run on a GPU yet.
 """
 
 from __future__ import annotations

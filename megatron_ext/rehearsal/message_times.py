@@ -1,8 +1,8 @@
 """Times at which the messages and collectives of a rehearsed rank have moved.
 
-Without a replay they have as soon as they are posted. In the timed steps of a replay they move when
-the composed step says: a wait for one lasts until then, and on a GPU it occupies thread blocks
-meanwhile, as a posted kernel of NCCL's does (`holding_kernel`).
+Without a replay a message is complete as soon as it is posted. In the timed steps of a replay it is
+complete at its time in the composed step: a wait for it lasts until then, and on a GPU the message
+occupies thread blocks meanwhile, as a posted kernel of NCCL's does (`holding_kernel`).
 """
 
 from __future__ import annotations

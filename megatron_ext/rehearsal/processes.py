@@ -1,7 +1,8 @@
 """Processes of rehearsed ranks, one after another: they share one GPU.
 
 A rank needs a process of its own, as Megatron's state is global, and importing it takes long. One
-process imports everything and forks each rank. A rank that dies leaves the last line that it said.
+process imports everything and forks each rank. If a rank dies without a record, the error has the
+last line of its log.
 """
 
 from __future__ import annotations

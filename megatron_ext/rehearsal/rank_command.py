@@ -1,7 +1,8 @@
 """Words of a launch command for a rank that runs alone, and what such a rank cannot run yet.
 
 A rank alone reads no data and no checkpoint, and saves nothing: the flags for these are replaced by
-made-up data and random weights. Features whose ranks depend on what others compute are refused.
+made-up data and random weights. Features under which a rank depends on results of other ranks are
+refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Report of a rehearsal.
 
-Some of a step is measured here and some cannot be: messages, reductions, bytes of other ranks.
-Measured and estimated seconds are never in one number, and what the measured ones lack is listed.
+Some parts of a step cannot be measured here: messages, reductions, bytes of other ranks. Measured
+and estimated seconds are never added up, and the report lists what the measured seconds do not
+include.
 """
 
 from __future__ import annotations

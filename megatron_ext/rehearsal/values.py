@@ -59,7 +59,7 @@ class Values:
         are_zeros: bool = False,
         received: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take what is known of other ranks' values.
+        """Initialise the values from what is known of those of other ranks.
 
         Args:
             neighbours: root mean squares of values that a rank which ran before sent, by direction.

@@ -147,5 +147,5 @@ class DeviceProgress:
 
 
 def unhindered() -> DeviceProgress:
-    """Return the progress of a device that nothing asks, and that never holds its host back."""
+    """Return the progress of a device that is never queried and never holds its host back."""
     return DeviceProgress(lambda: None)

@@ -3,8 +3,8 @@
 Limits in bytes, offload and recompute need the bytes that a pass stores for a later one, and
 estimates may be off. On a GPU the caching allocator's counter is read at the ends of passes,
 without synchronization. A CPU has no such counter; there every tensor that is stored is looked at
-(`SavedTensors`). If F saves only its stage's input, R makes the activation, and R's is counted.
-(The input's size is that of a message, which is known.)
+(`SavedTensors`). If F saves only its stage's input, the activation is made by R, and R's memory is
+counted instead of F's. (The input has the size of a message, which is known.)
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class HeldBytes(Protocol):
     def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         """Return the bytes per microbatch, by stage and kind of memory, after the step.
 
-        They are the median over the microbatches, or those of the ``largest`` one without the
-        first, in which caches fill.
+        They are the median over the microbatches, or with ``largest`` those of the largest
+        microbatch. The first microbatch, in which caches fill, is then ignored.
         """
 
 
 def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:
-    """Return the median or the largest of ``sizes``, as `HeldBytes.per_microbatch` has it."""
+    """Return the median or the largest of ``sizes``, as for `HeldBytes.per_microbatch`."""
     if not largest:
         return statistics.median(sizes.values())
     behind = [size for microbatch, size in sizes.items() if microbatch > 0]

@@ -1,7 +1,7 @@
 """End of this rank in bounded time after another rank has failed, and report of its own failures.
 
-Its connections are cut, so that its step raises an exception once the main thread reaches the next
-action. If the main thread does not end within the grace time, the process exits.
+The rank's connections are cut, so that its step raises an exception once the main thread reaches
+the next action. If the main thread does not end within the grace time, the process exits.
 
 Between steps a caller may catch an error and go on: it may retry, or take StopIteration for the end
 of an epoch. There only an error that ends the process is reported, from `sys.excepthook`.
@@ -26,9 +26,9 @@ from megatron_ext.runtime.store.failure_report import FailureReport, connect_fai
 def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureReport | None:
     """Start to listen for other ranks' failures.
 
-    Return the report by which this rank tells its own. A failure closes ``connections``, and those
-    that are added to ``recorder`` later. The result is None if no other rank uses torch's store.
-    The call waits for no rank.
+    Return the report by which this rank tells the other ranks of its own failure. A failure closes
+    ``connections``, and those that are added to ``recorder`` later. The result is None if no other
+    rank uses torch's store. The call waits for no rank.
     """
     for connection in connections:
         recorder.add_connection(connection)

@@ -4,8 +4,8 @@ A caller puts them on the parameter (``register_hook``, ``register_post_accumula
 on its AccumulateGrad node, where they last as long as somebody references the node. Only autograd
 runs them: it has to compute the gradient, or to be handed one that was computed elsewhere.
 
-Megatron's data-parallel wrapper has a hook on every node, which adds to ``main_grad``; a gradient
-computed elsewhere is added there without it. That hook is not a caller's.
+Megatron's data-parallel wrapper has a hook on every node too, which adds to ``main_grad``. It is
+not a caller's hook: gradients computed elsewhere are added to ``main_grad`` without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Activations and gradients passed between stages, by a message or on the same rank.
 
 A pass takes its input from the pass before it, which ran on another rank or on this one. Passes
-need not know: what a neighbouring stage made is stored here until it is used, and freed as soon as
-nothing needs it.
+need not know which: the result of a neighbouring stage is stored here until it is used, and freed
+as soon as nothing needs it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _HALF = 0.43  # half of a box's height
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
     """Draw ``timelines`` one above the other, on one time axis, as an SVG or PNG file.
 
-    The name of ``path`` decides. Every second chunk of a rank is drawn hatched. Beneath each
-    timeline is the memory of each rank, in microbatches.
+    The suffix of ``path`` decides which. Every second chunk of a rank is drawn hatched. Beneath
+    each timeline is the memory of each rank, in microbatches.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.

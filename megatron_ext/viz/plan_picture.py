@@ -1,7 +1,7 @@
 """Picture of a plan: step time against memory, and seconds per microbatch by their number.
 
 A recommendation is a point among others. The picture shows all schedules of a plan by time and
-memory, with the front that no other beats, and how each would do with more or fewer microbatches.
+memory, with the Pareto front, and the step time of each with more or fewer microbatches.
 """
 
 from __future__ import annotations

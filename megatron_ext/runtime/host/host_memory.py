@@ -1,8 +1,8 @@
 """Free memory of a host, and the part of it that offload takes.
 
-Host memory that is not there ends a job minutes after its start, on some node. The ranks of a host
-add up what their programs will copy there, compare it with what machine and control group have
-free, and refuse before the first step.
+A job that offloads more than a host has free would fail minutes after its start. So the ranks of a
+host add up what their programs will copy there, compare the sum with the free memory of the machine
+and its control groups, and refuse to train before the first step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asynchronous exchange of numbers between the ranks of a group.
 
-Metrics are worth a few numbers a step, but no waiting. The exchange is started after one step and
-read after another, when it has long arrived.
+No step should wait for metrics. So the exchange is started after one step and read after a later
+step, when the numbers have long arrived.
 """
 
 from __future__ import annotations

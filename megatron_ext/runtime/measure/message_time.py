@@ -1,7 +1,7 @@
 """Duration of a message between neighbouring ranks, measured by ping-pong on existing connections.
 
 A recorded wait contains the time until the other rank sent, so the duration of a message cannot be
-read from a step. Both ranks are idle here, and half of the way there and back is one message.
+read from a step. Both ranks are idle here, and one message takes half of a round trip.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Connections that are made only once all their ranks have come.
 
-A process group connects in one call of torch's, which a rank that never comes blocks until
-torch's timeout, and which no other thread can end. So the ranks meet in torch's store before it: a
-rank that waits there knows which ranks are missing, and notices that another rank has failed.
+A process group connects in one call of torch's. If a rank never comes, the call blocks until
+torch's timeout, and no other thread can end it. So the ranks meet in torch's store before the call:
+a rank that waits there knows which ranks are missing, and notices that another rank has failed.
 """
 
 from __future__ import annotations

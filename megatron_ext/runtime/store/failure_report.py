@@ -100,7 +100,8 @@ class FailureReport:
     def stop(self) -> None:
         """Stop polling.
 
-        Other ranks read the store first if it lives in this process.
+        If the store lives in this process, this call first gives other ranks time to read the
+        report.
         """
         if os.getpid() != self._process:
             return

@@ -1,8 +1,8 @@
 """Keys of torch's store that belong to one start of a job's ranks.
 
-torchrun starts failed ranks again with the same store: counts and reports of the earlier start are
-still there, and its ranks had come unequally far. The ranks of one start therefore share a name,
-which global rank 0 draws as they compare their settings.
+torchrun starts failed ranks again with the same store. The store still has counts and reports of
+the earlier start, whose ranks had reached different points. The ranks of one start therefore share
+a name, which global rank 0 draws as they compare their settings.
 """
 
 from __future__ import annotations

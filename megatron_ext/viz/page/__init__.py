@@ -1,4 +1,4 @@
-"""Timelines as a page for a browser: what is on it (`run`, `waits`, `cut`), and its file (`write`).
+"""Timelines as a page for a browser: its contents (`run`, `boxes`, `cut`) and file (`write`).
 
-All is computed here. The files in browser/ draw it and compute no schedule.
+Everything on the page is computed here. The files in browser/ draw it and compute no schedule.
 """

@@ -1,7 +1,7 @@
 """Waits between the boxes of a page.
 
-A page shows on request what a pass has waited for. In a simulated step the graph tells; in a
-measured one only the passes that made its inputs are known.
+A page shows on request what a pass has waited for. For a simulated step these events come from its
+dependency graph; for a measured step only the passes that made a pass's inputs are known.
 """
 
 from __future__ import annotations

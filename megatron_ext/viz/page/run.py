@@ -39,7 +39,8 @@ HeldTimes = Mapping[Action, tuple[float, float | None]]
 class PageFigures:
     """Makespan, span, bubbles and peak memory of a step on a page.
 
-    ``peaks`` are those of each rank, in microbatches of a full rank.
+    ``peaks`` has the peak memory of each rank in microbatches: 1 is the activations of one
+    microbatch on all stages of the rank.
     """
 
     makespan: float

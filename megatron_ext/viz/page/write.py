@@ -1,6 +1,7 @@
 """A page of timelines as one HTML file, which needs no network.
 
-Its data are JSON within it: columns, a number for each box, or one number where all are equal.
+The page's data are in the file as JSON. Each property of the boxes is a column: a list with a
+number for each box, or a single number if all boxes have the same.
 """
 
 from __future__ import annotations
