@@ -71,7 +71,8 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
     in ``config.model`` stays and must have as many stages as the schedule.
 
     A second call with the same settings applies them to what ``config`` has become since, and
-    returns the first call's handle. One with other settings is refused until that is undone.
+    returns the first call's handle. A second call with other settings is refused until the first is
+    undone.
 
     Args:
         config: Bridge's ConfigContainer, as its recipes return it.
@@ -180,7 +181,10 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
 
 
 def _copy_tied_weight(model: list[Any]) -> list[Any]:
-    """Bridge builds chunks by itself, and leaves equal copies to an embedding group."""
+    """Copy the first stage's embedding to its tied copies, and return ``model``.
+
+    Bridge builds the chunks itself, and relies on an embedding group to make the copies equal.
+    """
     from megatron_ext.adapter.tied import equalize_copies
 
     equalize_copies(model)

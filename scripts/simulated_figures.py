@@ -2,9 +2,9 @@
 
     python -m scripts.simulated_figures [--quick] [PAGE ...]
 
-A number that was typed is wrong after the next change of a schedule, and nothing tells. Tables
-stand between marks and are written whole; of sentences only the numbers are. A test compares all of
-them with the pages. --quick omits what searches, which takes minutes.
+A typed number becomes wrong with the next change of a schedule, unnoticed. Tables stand between
+marks and are written whole; in sentences only the numbers are written. A test compares all of them
+with the pages. --quick omits what searches, which takes minutes.
 """
 
 from __future__ import annotations
@@ -395,8 +395,11 @@ def _full_recompute() -> Sequence[str]:
 
 
 def _copies_over_passes() -> Sequence[str]:
-    """Return k of Llama 3 70B's layers on H100s, first with all activations, then with those that
-    ``layernorm`` and ``mlp`` among the recomputed modules leave."""
+    """Return seconds of copies to the host and back over seconds of F and I, for Llama 3 70B on
+    H100s.
+
+    The first ratio is with all activations, the second with recompute of ``layernorm`` and ``mlp``.
+    """
     described = parse_model(LLAMA_3_70B.format(4096))
     model, execution = described.model, described.execution(8)
     stages = stages_of(model, model.evenly(8))

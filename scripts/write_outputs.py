@@ -9,12 +9,12 @@ An output stands beneath its command, in a block with this mark above it:
     $ megatron-ext simulate zb-h1 --pp 4 -m 8 | head -3
     ```
 
-``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves it as it
-stands, and so it does docs/recipes.md, which scripts/evaluation writes.
-``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
-shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py``,
-``# NAME.sh`` or ``# NAME.log``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on
-a terminal of 120 columns, without a GPU.
+``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves such outputs
+as they stand. It also leaves docs/recipes.md, which scripts/evaluation writes. ``<!-- output | sed
+9q: ... -->`` shortens what is shown. A page's commands run in one shell, in a folder with the files
+that the page shows (blocks whose first line is ``# NAME.py``, ``# NAME.sh`` or ``# NAME.log``) and
+a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 120 columns, without a
+GPU.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def compare_folders(
 def _two_commands(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     """Return the launch commands A and B, and whether A is B without flags of ours.
 
-    With one launch command in ``words``, that is B.
+    If ``words`` are a single launch command, that is B.
     """
     count = list(words).count("--")
     if not words or count > 1:
@@ -220,7 +220,7 @@ def _compare(a: Path, b: Path, *floors: Path | None) -> RunComparison:
 
     Args:
         floors: folders of a second recording of A, and of one with its sums in another order; None
-            for one that there is not.
+            for each that does not exist.
     """
     recordings = (None if folder is None else read_recording(folder) for folder in floors)
     return compare_runs(read_recording(a), read_recording(b), *recordings)

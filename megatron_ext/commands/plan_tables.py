@@ -64,8 +64,10 @@ def _print_plan(made: JobPlan) -> None:
 
 
 def _taken(made: JobPlan) -> Candidate | None:
-    """Return the candidate that the plan recommends; None if it is not among the plan's own, nor
-    the unchanged job."""
+    """Return the candidate that the plan recommends.
+
+    None if the recommendation is neither a candidate of the plan nor the unchanged job.
+    """
     found = made.verdict
     if found.taken is None:
         return None

@@ -1,5 +1,5 @@
 """Progress of long work on stderr: one changing line, or on a pipe a new line now and then. The
-work itself does not know (`base.progress`)."""
+work itself only reports how far it is (`base.progress`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Options of schedules in commands, as the settings of a training declare them.
 
-An option that a command declared itself had another name, help and check than its flag. Here each
-is the setting's flag without ``--pipeline-``. Overlapped passes, which no setting requests, have
-Megatron's flag.
+If a command declared such an option itself, its name, help and check could differ from the flag's.
+Each option is therefore the setting's flag without ``--pipeline-``. Overlapped passes, which no
+setting requests, have Megatron's flag.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks: the time of a
     step. The span is the longest time of a single rank: the time of a step if steps overlap. The
     makespan if passes wait is the worst case: every pass waits for all messages posted before it.
-    All are those under our executor. For 1f1b and interleaved, the makespan under Megatron's own
+    All three hold for our executor. For 1f1b and interleaved, the makespan under Megatron's own
     executor, which waits for messages more often, is printed too.
     With --noise the times of passes vary, and their order stays.
     """

@@ -98,7 +98,8 @@ class SimulationFiles:
 def _runs(
     resolved: ResolvedSpec, reference: Program, program: Program, steps: int
 ) -> tuple[Run, ...]:
-    """Return the timelines of a page: that of ``program`` below that of another ``reference``."""
+    """Return the timelines of a page: that of ``program`` below that of ``reference``, if the two
+    differ."""
     run = simulated_run(title_of(resolved.spec, program.problem.options), program, steps)
     if len(_differing(reference, program)) == 1:
         return (run,)

@@ -67,11 +67,11 @@ class JoinedWeightsBuild(BuildHooks):
 
 
 def joined_within_limit(family: Family, problem: Problem) -> Schedule:
-    """Return the passes of ``family`` with joined W. If these hold more than the memory limit, the
-    family makes others that hold less by the excess.
+    """Return the passes of ``family`` with joined W, within the memory limit if that is possible.
 
-    If there are none within the limit, the first are returned, so that `prove` says how much they
-    need.
+    If joined W exceed the limit, the family is called again with a limit that is lower by the
+    excess. If that fails too, the first passes are returned, so that `prove` says how much memory
+    they need.
     """
     limit = problem.memory_limit
     first = schedule = join_weights(family(problem))

@@ -35,8 +35,9 @@ class Kept:
         figures: bytes kept inside the parts in addition to ``elements``.
         widths: summed widths of the inputs and outputs of matrices whose weight gradients wait for
             W.
-        unsharded: the part of ``widths`` that each tensor-parallel rank has whole. One half are the
-            inputs of pairs' first matrices, the other the gradients of the last matrices' outputs.
+        unsharded: the part of ``widths`` that each tensor-parallel rank has whole. Half of it is
+            the inputs of the first matrices of attention and MLPs, the other half the gradients of
+            the outputs of their last matrices.
     """
 
     elements: float = 0.0
@@ -58,8 +59,8 @@ def held_of_stage(
     """Return the bytes that a microbatch holds on a rank of ``stage``: from F to I, and from I to
     W.
 
-    The latter are those left for W. Logits, and the inputs of the output layer's weight gradient,
-    are not included. ``measured`` scales both byte counts to measured bytes.
+    The second number counts what W needs. Logits, and the inputs of the output layer's weight
+    gradient, are not included. ``measured`` scales both byte counts to measured bytes.
     """
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):
@@ -179,7 +180,7 @@ def _row_input(symbol: str, model: Model) -> float:
 
 
 def _norms(model: Model, execution: Execution) -> int:
-    """Return the number of tensors that a norm stores, with its output, which enters matrices.
+    """Return the number of tensors that a norm stores, including its output, the input of a matrix.
 
     torch's own RMSNorm stores its input twice, in fp32: as it is, and divided by its length.
     """
@@ -190,12 +191,11 @@ def _norms(model: Model, execution: Execution) -> int:
 def _around(
     model: Model, execution: Execution, matrix: str = "", *, is_alone: bool = False
 ) -> Kept:
-    """Return the activations stored around attention or an MLP: of the norm before, and the
-    dropout.
+    """Return what the norm before attention or an MLP, and the dropout after it, store.
 
-    The input of the ``matrix`` behind the norm is one of them. If ``layernorm`` is recomputed,
-    Megatron recomputes norms that are separate modules: all norms of its local layers, and those of
-    Transformer Engine's that are not fused into the matrix behind them (``is_alone``).
+    The stored tensors include the input of the ``matrix`` after the norm. If ``layernorm`` is
+    recomputed, Megatron recomputes norms that are separate modules: all norms of its local layers,
+    and those of Transformer Engine's that are not fused into the matrix after them (``is_alone``).
     """
     may_be_recomputed = is_alone or not execution.transformer_engine
     is_recomputed = may_be_recomputed and "layernorm" in execution.recompute_modules
@@ -242,9 +242,9 @@ def _queries_keys_values(model: Model, execution: Execution) -> int:
     They include what the norms of queries and keys store in Megatron's local layers. In PyTorch and
     in Megatron's local layers queries, keys and values are views of their joint projection, which
     stays as a whole as long as one of the views does. Rotary positions and norms make new queries
-    and keys. Queries of several groups are copied, and those of one group are in unfused attention
-    if there are several samples. Unfused attention repeats keys and values for the queries of their
-    group.
+    and keys. Queries of several groups are copied; queries of one group are copied only in unfused
+    attention with several samples. Unfused attention repeats keys and values for the queries of
+    their group.
     """
     query, keys = model.query_width, model.key_value_width
     joint = query + 2 * keys

@@ -214,8 +214,8 @@ def _numbers(get: _Get, *names: str) -> dict[str, Any]:
 def _by_layer(frequency: int | Sequence[int], number: int, first: int) -> list[bool]:
     """Return for each of ``number`` layers whether Megatron's ``frequency`` selects it.
 
-    A list selects the layers marked 1, and may go on after the last layer; an integer n selects all
-    layers but every n-th, counted from ``first``.
+    A list selects the layers marked 1, and may have more entries than there are layers; an integer
+    n selects all layers but every n-th, counted from ``first``.
     """
     if isinstance(frequency, int):
         return [(layer + first) % frequency != 0 for layer in range(number)]

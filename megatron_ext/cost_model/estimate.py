@@ -56,7 +56,7 @@ def estimate(
 
 
 def _with_fixed(costs: Costs, mean: Costs, slices: int) -> Costs:
-    """Return ``costs`` with the seconds of passes that each slice takes whatever its tokens.
+    """Return ``costs`` with the fixed seconds of each pass, which a slice of any length takes.
 
     A share x of a sequence takes ``fixed + (costs - fixed) * x``, and a mean slice takes ``mean``.
     """
@@ -231,10 +231,11 @@ def _with_hidden_exchanges(
 def waiting_shares(
     model: Model, execution: Execution, rates: Rates
 ) -> dict[Group, dict[str, float]]:
-    """Return the share of F, I, W and B of all layers that ranks wait for tensor, expert or other
-    groups.
+    """Return the share of the time of all layers' F, I, W and B in which ranks wait for other
+    ranks.
 
-    The shares are by group and kind of pass. Groups without any waiting are absent.
+    The shares are by group of the ranks (tensor, expert or other) and by kind of pass. Groups
+    without any waiting are absent.
     """
     stage = Stage(model.layers, depths=model.mtp_num_layers)
     costs = estimate(model, [stage], execution, rates).without_vocabulary()

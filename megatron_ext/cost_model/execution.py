@@ -124,8 +124,8 @@ class Execution:
 
     @property
     def expert_replicas(self) -> int:
-        """Number of data-parallel replicas that share each layer's experts and exchange tokens in
-        it."""
+        """Number of data-parallel replicas whose ranks share one set of experts and exchange
+        tokens."""
         ranks = self.tensor_parallel * self.context_parallel
         return math.lcm(self.expert_parallel * self.expert_tensor_parallel, ranks) // ranks
 

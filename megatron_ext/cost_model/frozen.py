@@ -1,8 +1,8 @@
 """Costs of models with frozen weights: adapters on frozen layers, frozen towers.
 
 A frozen weight has no gradient, so its W is not computed, and nothing is stored for it. Before the
-first trained weight no input gradient is needed either. Costs of training everything are reduced by
-both.
+first trained weight no input gradient is needed either. This work is subtracted from the costs
+of training everything.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def _over_ranks[Key](
 def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
     """Return the seconds of one ``kind`` of pass on ``stage``, from the measured passes.
 
-    A measured pass B contains I and W: each gets its estimated share of the pass with the fewest
-    other kinds. (W is taken from W, or from B if W was not measured.)
+    W is taken from the measured pass W, or from B if W was not measured. A pass such as B does
+    several kinds of work; ``kind`` gets its estimated share of the seconds.
     """
     doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
     if not doing:

@@ -190,7 +190,7 @@ class Stage:
 def stages_of(
     model: Model, counts: Sequence[int], depths: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """Return the stages of ``model``, which have ``counts`` layers, in order.
+    """Return the stages of ``model`` in order; ``counts`` are their numbers of layers.
 
     The embedding is on the first stage, the output layer on the last. ``depths`` are those of
     multi-token prediction on each stage; None: all are on the last.

@@ -23,8 +23,8 @@ def seconds_of_a_byte(
     """Return the seconds for each byte that data-parallel ranks scatter or gather in rings.
 
     ``ranks`` ranks take part, ``stride`` apart. In a ring every rank sends all but its own share to
-    the next. The ranks of a node form as many rings as they are, and each ring leaves the node by
-    another rank's port. In plain PyTorch rings over many nodes are slower.
+    the next. A node with n of the ranks has n rings, and each ring leaves the node by another
+    rank's port. In plain PyTorch rings over many nodes are slower.
     """
     near = max(min(ranks, rates.domain // stride), 1)
     within = 1 / rates.peers if near > 1 else 0.0

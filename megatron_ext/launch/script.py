@@ -46,7 +46,7 @@ def is_launch(argv: Sequence[str]) -> bool:
 def refuse_flags_before_script(argv: Sequence[str]) -> None:
     """Raise ValueError if flags stand between ``-m megatron_ext`` and the script in ``argv``.
 
-    After the script all flags are the script's, and there are none before it.
+    Flags belong behind the script: those before it are not read.
     """
     scripts = (i for i, word in enumerate(argv) if word == "-m" or word.endswith(".py"))
     index = next(scripts, 0)

@@ -175,9 +175,9 @@ def cuts_that_may_gain(
 ) -> list[Slices]:
     """Return those of `cuts_to_compare` that could shorten the best step of ``plan``.
 
-    They have to shorten it by more than `WORTH_SLICES`: the time in which ranks are idle there is
-    longer, or activations are recomputed, and what slices add to the passes of the busiest rank is
-    less. All are returned if nothing in ``plan`` fits.
+    Slices could shorten it by more than `WORTH_SLICES` if two conditions hold: ranks are idle for
+    more than that share of the step, or activations are recomputed; and a lower bound of the step
+    with slices is that much shorter. All are returned if nothing in ``plan`` fits.
     """
     best = plan.best
     if best is None:
@@ -196,7 +196,7 @@ def cuts_to_compare(
     with joined W if that `may_gain_by_joining`.
 
     Args:
-        variants_of: as of `alternatives_with_slices`. Slices for which it raises ValueError are
+        variants_of: as in `alternatives_with_slices`. Slices for which it raises ValueError are
             returned, so that the reason is shown.
         requested: the slices of the plan, which are not compared once more.
         at_most: seconds of a step within which the slices' lower bound has to be.

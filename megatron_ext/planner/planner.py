@@ -1,8 +1,9 @@
 """Comparison of all families on one model.
 
 Trying everything is the only fair comparison, and searches with each treatment of the vocabulary
-would take minutes. So families that need no search come first, and searches are made for the few
-that are best without theirs. A schedule that is not compared is refused with the reason.
+would take minutes. So families that need no search come first, and of the families that search,
+only the few that are best without a search are searched. A schedule that is not compared is refused
+with the reason.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def make_plan(
 
 
 def all_specs() -> Iterator[str]:
-    """Yield the name of every schedule family; families that search with each number of chunks."""
+    """Yield the name of every schedule family; of one that searches, with each number of chunks."""
     with_chunks = defaultdict(list)
     for search in SEARCHES:
         with_chunks[entry_of(search.spec).name].append(search.spec)

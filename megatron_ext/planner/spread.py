@@ -1,7 +1,7 @@
 """How far predicted gains were from measured ones, by the kind of comparison.
 
-A gain is the ratio of two predicted steps, in which the errors of both partly cancel. How much is
-left differs by what differs between the steps. The numbers are those that `python -m
+A gain is the ratio of two predicted steps, in which the errors of both partly cancel. The error
+that is left depends on how the two trainings differ. The numbers are those that `python -m
 scripts.evaluation` prints: the share by which 90 % of the predicted ratios of measured pairs of
 steps are off at most. docs/estimated-costs.md has the table behind them.
 """

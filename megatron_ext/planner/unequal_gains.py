@@ -1,4 +1,5 @@
-"""Gains of ordered and dealt microbatches, and of a program for their places, under a verdict.
+"""Gains of ordering and dealing microbatches, and of a program for their costs, under the
+recommended schedule.
 
 Microbatches of different lengths make ranks wait for the longest. Ordering and dealing them saves
 part of that under any schedule, so the gain is computed for the recommended one, on samples of the

@@ -361,8 +361,8 @@ class Costs:
             given here; a missing kind of pass takes the same time for all microbatches. {}:
             microbatches are alike. Bytes do not vary: they are those of the largest microbatch.
         origin: how these figures came about, for people to read.
-        no_estimate: reason why the seconds of this model cannot be estimated, so that these are
-            others' in their place; "": they are its own.
+        no_estimate: reason why the seconds of this model cannot be estimated, and those of another
+            model stand in their place; "": the seconds are this model's.
     """
 
     passes: PassCosts
@@ -607,7 +607,7 @@ class Costs:
     def fused_backward_saving_by(self, action: Action) -> float:
         """Return the seconds that a full backward pass B saves compared with separate I and W.
 
-        This is `fused_backward_saving_on` its stage, scaled by the slice's share of the sequence
+        This is `fused_backward_saving_on` of its stage, scaled by the slice's share of the sequence
         and by the cost of this microbatch relative to a mean one.
         """
         saving = self.fused_backward_saving_on(action.stage) * token_share(action.microbatch)
@@ -868,8 +868,11 @@ class Costs:
 def _scaled(
     figures: Mapping[Kind, tuple[float, ...]], to: Costs, of: Costs
 ) -> dict[Kind, tuple[float, ...]]:
-    """Return ``figures`` by kind of pass and stage, which belong to the costs ``of``, in proportion
-    to the passes of the costs ``to``."""
+    """Return ``figures``, a part of the costs ``of`` by kind of pass and stage, scaled to the costs
+    ``to``.
+
+    Each figure is multiplied by the ratio of the two costs' seconds.
+    """
     return {
         kind: _in_ratio(of_stages, to.seconds[kind], of.seconds[kind])
         for kind, of_stages in figures.items()
@@ -879,8 +882,7 @@ def _scaled(
 def _in_ratio(
     figures: Iterable[float], given: Iterable[float], estimated: Iterable[float]
 ) -> tuple[float, ...]:
-    """Return ``figures``, which are parts of the ``estimated`` ones, as parts of the ``given``
-    ones."""
+    """Return each of ``figures`` times the ratio of its ``given`` to its ``estimated`` value."""
     return tuple(
         figure * here / there if there else 0.0
         for figure, here, there in zip(figures, given, estimated, strict=True)

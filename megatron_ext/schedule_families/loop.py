@@ -298,7 +298,7 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
 
 
 def _rounded_to_microbatches(problem: Problem, passes: int) -> int:
-    """Return the number ``passes`` of a slice each, rounded up to those of whole microbatches."""
+    """Return the number of ``passes``, one a slice, rounded up to whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -362,7 +362,8 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
     """Return the ranks' ``order`` of F and I with W filled into the gaps, within memory.
 
-    Each rank may hold ``microbatches``, or the need of the order itself, within the memory limit.
+    Each rank may hold ``microbatches``, or what the order needs without deferred W if that is more.
+    The memory limit is respected.
 
     Raises:
         ValueError: the order itself does not fit into the limit.

@@ -319,9 +319,9 @@ def _from_block(
 def v_auto(problem: Problem) -> Schedule:
     """Searched schedule on a V: the least makespan within the memory limit, with W split off.
 
-    Without a limit, memory is limited to p microbatches on p ranks, as ZB-V needs, or with slices
-    to the need of 1F1B. With post-validation the least span is searched. If recompute has to fit
-    into the limit, the search places R too, except with slices.
+    Without a limit, memory is limited to p microbatches on p ranks, as ZB-V needs, or, with slices,
+    to as much as 1F1B needs. With post-validation the least span is searched. If recompute has to
+    fit into the limit, the search places R too, except with slices.
 
     Raises:
         ValueError: no V schedule fits into the limit.

@@ -158,10 +158,10 @@ def zb_1p(problem: Problem) -> Schedule:
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """ZB-2p: as `zb_auto`, within 2p microbatches on p ranks, for the least span.
 
-    At nearly equal costs the bubble is near 0. The paper counts the memory that I frees, about half
-    of a microbatch there, and allows an extra forward. ``zb-2p:paper_count=true`` counts in this
-    way if the user gives no limit. The peak from F to W, as it is measured elsewhere, then exceeds
-    2p, up to the number of microbatches.
+    At nearly equal costs the bubble is near 0. The paper assumes that I frees about half of a
+    microbatch's memory, and therefore allows an extra forward. ``zb-2p:paper_count=true`` counts in
+    this way if the user gives no limit. The peak from F to W, as it is measured elsewhere, then
+    exceeds 2p, up to the number of microbatches.
 
     With p = 3, m = 6:
 

@@ -472,7 +472,7 @@ def _p2p_seconds(problem: Problem) -> dict[int, list[float]]:
     """Return the seconds of messages on each link between two ranks, for each of
     `Problem.examples`.
 
-    The key is the stage before the link.
+    The key is a stage s; the link is the one between the ranks of stages s and s + 1.
     """
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
@@ -530,9 +530,10 @@ _RECOMPUTE_SIGN = {F: -1, R: 1}
 def _predecessors(
     placement: Placement, p2p_ticks: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
 ) -> Precedences:
-    """Return the predecessors of each operation, with ticks of messages (`JobShop.predecessors`).
+    """Return for each operation those that it waits for, and how long their messages take.
 
-    The key of ``p2p_ticks`` is the stage before each link between two ranks.
+    The form is that of `JobShop.predecessors`. ``p2p_ticks[s]`` is the time of a message between
+    stages s and s + 1, in ticks.
     """
     op_of = {key: op for op, key in enumerate(operations)}
 
@@ -616,8 +617,8 @@ def _microbatch_memory(
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
     """Return for each rank the time that must follow its last end (`JobShop.tails`).
 
-    If steps overlap, this is the time by which the rank can begin sooner than the last rank, as it
-    has to end sooner by the same time. The largest end plus tail is then a constant plus the span.
+    If steps overlap, a rank that starts t sooner than the last rank to start must also end t
+    sooner, so t is its tail. The largest sum of end and tail is then a constant plus the span.
     """
     placement, costs = problem.placement, problem.costs
     if not problem.options.steps_overlap:

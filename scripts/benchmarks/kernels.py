@@ -105,7 +105,8 @@ def _product(
 
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
-    """Yield the first matrix product of experts, forward, where each expert has as many rows."""
+    """Yield the first matrix product of experts, forward, with the same number of rows for each
+    expert."""
     for model, (experts, rows, hidden_size, width) in EXPERTS.items():
         (operation,) = linear(
             "fc1",

@@ -6,8 +6,8 @@ On emulated clocks: passes sleep as long as they cost, on unequal stages, and di
 between microbatches. Together, four ranks exchange messages over gloo. Alone, each rank runs as
 `megatron-ext rehearse` runs it, with made-up peers under torch's fake process group; then once more
 with its messages at the times of the composed step (`--replay`), and a third time at those of the
-replayed one. A step that is composed of the passes of the ranks together shows what is left of the
-error without ranks alone.
+replayed one. A step that is composed of the passes that the ranks ran together shows the error of
+the composition alone.
 """
 
 from __future__ import annotations

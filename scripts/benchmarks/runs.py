@@ -126,7 +126,7 @@ class BenchReport:
 
     Attributes:
         real_time: whether the ranks ran before all other processes of the machine.
-        late: by which share the passes lasted longer than they were told to, at most.
+        late: the largest share by which a pass lasted longer than its cost.
         autograd_microseconds: microseconds of autograd alone for a pass: after a sleep of 20 ms,
             and without a sleep. Every executor adds them to its passes, and a rank that has slept
             finds its caches cold.

@@ -4,11 +4,11 @@
     python -m scripts.benchmarks.unequal --short  the first two sizes
 
 Of four data-parallel replicas the slowest counts. A mean microbatch takes F : I : W = 10 : 12 : 8
-on each rank, and a message 1. Each figure is the median of 20 drawn steps, under programs within
-1F1B's memory: one for equal microbatches, and third in a cell one for the mean costs of the places
-in 20 other steps (or =, if that is no better). The last column is the share of the gain that is
-left if each pass varies by 15 %, the least of all sizes. The exit status is 1 if a figure misses a
-bar (`TRIAL`, `SECONDS`).
+on each rank, and a message 1. Each figure is the median of 20 drawn steps, under a program within
+1F1B's memory. The first two figures of a cell are for a program made for equal microbatches, the
+third is for one made for the mean costs of the places in 20 other steps (= if that is no better).
+The last column is the share of the gain that is left if each pass varies by 15 %, the least of all
+sizes. The exit status is 1 if a figure misses a bar (`TRIAL`, `SECONDS`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Gain:
 
     @property
     def best(self) -> float:
-        """The seconds of a step with the better of both programs, as above."""
+        """Seconds of a step with the better of both programs, in the unit of the fields."""
         return self.dealt if self.profile is None else min(self.dealt, self.profile)
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ def over_another(
 
 
 def worst_cell(gains: Mapping[tuple[str, str], Sequence[Gain]]) -> tuple[float, str]:
-    """Return the case whose gain is the farthest behind `TRIAL`, after by how much it is."""
+    """Return the largest amount by which a gain misses `TRIAL`, and the case that has it."""
     behind = [
         (one.best - trial, f"{load} under {spec} at p={p}, m={m}")
         for (load, spec), cells in TRIAL.items()

@@ -2,9 +2,9 @@
 
     python -m scripts.benchmarks.unequal_clocks
 
-Each replica of four ranks runs alone; of the replicas the slowest counts. Passes of a microbatch
-sleep for its cost times what they take by the costs. Each draw is a step of other microbatches:
-in order of arrival, and as the flags arrange them, under a program for their places.
+Each replica of four ranks runs alone; of the replicas the slowest counts. A pass sleeps for its
+seconds times the relative cost of its microbatch. Each draw is a step of other microbatches: in
+order of arrival, and as the flags arrange them, under a program for their places.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def with_slow_link(
     """Return steps with slow messages between rank ``link`` and the next rank.
 
     The first step runs in the order that ``spec``, which searches, finds for equal links, and the
-    second one in the order that it finds for these. Both are divided by the step on equal links.
+    second one in the order that it finds for the slow link. Both are divided by the step on equal
+    links.
 
     Args:
         p2p_seconds: seconds of a message over the slow link.

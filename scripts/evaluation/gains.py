@@ -111,8 +111,11 @@ Work = tuple[str, ...]
 
 
 def on_both_generations(found: Iterable[PredictedStep]) -> list[StepRatio]:
-    """Return the seconds on GB300 over those on GB200, of each work that a container of 26.06 or
-    later, or a card, has on both. Layouts are each GPU's own."""
+    """Return the ratios of seconds on GB300 to seconds on GB200, for each work measured on both.
+
+    Only rows from containers of 26.06 or later and from model cards count. Each GPU has its own
+    layout.
+    """
     by_work: dict[Work, dict[str, PredictedStep]] = defaultdict(dict)
     for one in found:
         if group_of(one.step).startswith((NEW_CONTAINERS, CARDS)):
@@ -127,8 +130,10 @@ _LAYOUT = ("tp", "pp", "cp", "ep", "vpp", "mbs", "layout")
 
 
 def in_both_scales(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
-    """Return the seconds in MXFP8 over those in FP8 with one scale for a tensor, of each job that
-    both have with one layout, by what is trained."""
+    """Return, by what is trained, the ratios of seconds in MXFP8 to seconds in FP8.
+
+    FP8 has one scale for a tensor here. A job counts if it was measured in both with one layout.
+    """
     by_job: dict[Work, dict[str, PredictedStep]] = defaultdict(dict)
     for one in found:
         step = one.step

@@ -76,7 +76,7 @@ def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
 
 def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
     """Let a rank fail at any action before which something posted has not ended in ``seconds``.
-    Messages that must move in one batch cannot do so."""
+    Batched messages always fail here, as they must move together."""
     return _installed(Synchronising(seconds, everywhere=True))
 
 

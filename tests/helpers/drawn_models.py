@@ -37,8 +37,8 @@ def drawn_by_name(*args: Any, **kwargs: Any) -> Any:
 
 
 def say_there_is_no_fp8() -> None:
-    """Say that there is no FP8, which recompute of single modules queries from Transformer Engine;
-    in a forked process only."""
+    """Let Megatron find that FP8 is off: its recompute of single modules asks Transformer Engine.
+    In a forked process only."""
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         setattr(random, name, lambda **settings: contextlib.nullcontext())

@@ -52,7 +52,7 @@ DELTA_NET: dict[str, Any] = {
 
 
 class _LocalBackend(LocalSpecProvider):
-    """A backend whose linear layers have no norm inside, as Transformer Engine's have."""
+    """A backend whose linear layers contain no norm, unlike Transformer Engine's."""
 
     def column_parallel_layer_norm_linear(self) -> type:
         return ColumnParallelLinear

@@ -43,6 +43,7 @@ def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
 
 
 def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
-    """Return the works of ``job`` that its description gives."""
+    """Return the trainings of ``job`` with ``sizes``, by its description: one for each choice of
+    recompute."""
     works = [work_of(job, sizes, recompute) for recompute in job.recompute]
     return SizedWorks(works, lambda stages: Layout(tuple(job.model.evenly(stages))))

@@ -37,7 +37,7 @@ class Duplicated(ColumnParallelLinear):
 
 
 class Backend(LocalSpecProvider):
-    """Megatron's local layers, and the one that they lack."""
+    """Megatron's local layers, and the replicated linear layer that they lack."""
 
     def linear(self) -> type[Duplicated]:
         return Duplicated

@@ -19,8 +19,8 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
     """Return DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1), in its eight published
     steps. Passes have a direction; 0 is the one that began at the rank's own end.
 
-    ``ranks`` is even. ``microbatches``, of both copies together, is even and at least twice as
-    many.
+    ``ranks`` is even. ``microbatches``, the number of both copies together, is even and at least
+    twice the number of ranks.
     """
     half = ranks // 2
 

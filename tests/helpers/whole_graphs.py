@@ -103,7 +103,8 @@ class Graph:
         Graph.capturing = self
 
     def capture_end(self) -> None:
-        """A GPU has run nothing yet: restore what was written, and spoil what was made."""
+        """End the capture: restore the memory that it has written, and spoil the memory that it has
+        made. On a GPU a captured step has not run yet."""
         Graph.capturing = None
         for memory, copied in self._before.values():
             memory.copy_(copied)

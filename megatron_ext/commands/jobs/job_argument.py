@@ -1,7 +1,7 @@
 """The JOB of ``plan`` and ``doctor``: a launch command behind ``--``, or one word in its place.
 
-A job is known from a command, a log, a recipe, a file or sizes, and an option for each would leave
-open which of them counts. The word itself says what it is, so that there is one.
+A job is known from a command, a log, a recipe, a file or sizes, and with an option for each a user
+could give several. One word, whose form says what it is, cannot conflict with another.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def job_of(context: typer.Context, word: str | None) -> JobArgument | None:
         word: the word of the job, as typer has parsed it; None without one.
 
     Raises:
-        ValueError: the words are several jobs, or no job is like them (`parse_job`).
+        ValueError: the words name several jobs, or are no job (`parse_job`).
     """
     words = [] if word is None else [word, *context.args]
     return parse_job(words, context.meta[_FLAGS], context.meta[_COMMAND])

@@ -39,12 +39,12 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph] | None:
     """Return ``schedule`` with messages and waits as Megatron's own pipeline functions have them.
 
-    The second result is the graph of waits. Return None if Megatron's loops do not have the
-    schedule's order of passes: overlapping changed the order, or the microbatches of a group (those
-    that go through a chunk before the next chunk) are fewer than the ranks. Overlapping has changed
-    the order too if the ranks would wait for each other: a stage without experts gains nothing by
-    it, so its rank has one forward pass fewer in its warm-up than the others, which all of
-    Megatron's ranks have in common.
+    The second result is the graph of waits. Return None if Megatron's loops cannot run the
+    schedule's order of passes, for one of three reasons. The microbatches of a group (those that go
+    through a chunk before the next chunk) are fewer than the ranks. Or overlapping passes has
+    changed the order. Or the ranks would wait for each other: overlapping gains nothing on a stage
+    without experts, so that its rank has one forward pass fewer in its warm-up than the others, and
+    under Megatron all ranks have the additional one.
     """
     placement, rows = schedule.placement, schedule.compute_rows
     if placement.chunks > 1 and _smallest_group(rows[0], placement) < placement.ranks:

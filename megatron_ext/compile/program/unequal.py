@@ -1,9 +1,9 @@
-"""Steps whose microbatches differ, under a program that was made for equal ones, or for the mean
-costs of places in the step.
+"""Steps of unequal microbatches, under a program that was made for equal microbatches, or for the
+mean cost at each place in the step.
 
-The order of passes stays. Passes of a microbatch take its cost times what they take by the costs;
-messages and copies take what they do. Of the data-parallel replicas the slowest counts. The forward
-pass of a microbatch tells its place.
+The order of passes stays. The seconds of a pass are multiplied by the relative cost of its
+microbatch; messages and copies keep their seconds. The slowest data-parallel replica decides the
+time. The place of a microbatch in the step is that of its forward pass.
 """
 
 from __future__ import annotations

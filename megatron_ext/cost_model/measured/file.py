@@ -132,7 +132,7 @@ def _key(figure: Any) -> str:
 
 
 def measured_reserve(path: Path | None, gpu: str | None = None) -> float | None:
-    """Return the bytes that an allocator reserves beyond its allocations, by a costs file.
+    """Return the bytes that an allocator reserves beyond its allocations, as a costs file says.
 
     None: not measured. Arguments and errors are those of `load_measured`.
     """

@@ -1,4 +1,4 @@
-"""Measured costs of the places of a step, of microbatches that are ordered by what they cost.
+"""Measured costs by the microbatch's place in the step, if microbatches are ordered by cost.
 
 If microbatches are ordered, the k-th of every step costs about the same. A program for these places
 needs their costs relative to the median pass, as the slowest pipeline has them.

@@ -34,7 +34,8 @@ NOT_SCALED = Scale()
 
 @dataclass(frozen=True)
 class Links:
-    """Measured bytes per second of messages between pipeline neighbours, and ranks of a node.
+    """Measured bytes per second of messages between pipeline neighbours, and number of ranks on a
+    node.
 
     A field is None if no neighbours were measured for it.
     """

@@ -1,4 +1,4 @@
-"""Operations that are timed for `MachineFactors`, and the seconds that are estimated of them.
+"""Operations that are timed for `MachineFactors`, and their estimated seconds.
 
 Factors help for sizes that are not measured only if the timed shapes cover them. So products,
 attention and collectives are chosen at several tensor-parallel sizes of the trained model.

@@ -95,8 +95,8 @@ class Exchange:
         moved: bytes in F and in I, including the share that stays on the rank itself.
         choices: number of ranks that each token goes to: once to each rank, and once over the
             network to each other node. 0: ``moved`` is split evenly over all ranks.
-        groups: the number of groups of ranks that a token's ``choices`` are in at most, and the
-            number of groups; 0 of 0: choices are anywhere.
+        groups: the largest number of groups of ranks that a token's ``choices`` may be in, and the
+            number of all groups; (0, 0): choices may be in any group.
         modules: names of ``--recompute-modules`` that make I repeat it.
         is_behind_attention: whether the exchange overlaps attention.
         collectives: number of collectives in F, and the same number in I.

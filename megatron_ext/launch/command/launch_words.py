@@ -193,7 +193,8 @@ def shell_text_at(words: Sequence[str]) -> int | None:
 def launch_in_text(text: str) -> tuple[ShellWord, ...]:
     """Return the launch command among the commands in a shell's ``text``.
 
-    It is the longest that names Python, torchrun or a script: the training is not the only one.
+    It is the longest of the commands that name Python, torchrun or a script, as a shell text may
+    run other scripts too.
 
     Raises ValueError if the text is not understood.
     """

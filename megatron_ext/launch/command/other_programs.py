@@ -1,6 +1,6 @@
 """Launch commands of programs that call Megatron themselves.
 
-Their words are settings of their own, so Megatron's arguments are no measure of them. They are
+Their words are settings of their own, and cannot be checked as Megatron's arguments. They are
 recognized by their script, by what it imports or by their words, and the user is told how such a
 program gets a schedule of ours.
 """

@@ -63,7 +63,8 @@ class PatchState:
             required.
         why: reason of a misfit.
         cause: error that the reason ends with; "" if there is none.
-        unknown: the installed source, if the reason is that the patch was not read against it.
+        unknown: the installed source, if the reason is that the patch was never compared with that
+            source.
     """
 
     feature: str

@@ -348,7 +348,7 @@ def _on_pairs(parsed: ParsedLaunch) -> str:
 
 
 def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Iterator[str]:
-    """Yield whether the launch with the changes ``written`` loads the checkpoint that it names."""
+    """Yield a remark on whether the launch with the changes ``written`` loads its checkpoint."""
     variants, flag = parsed.variants, loading_flag(parsed.validated)
     if flag is None:
         return

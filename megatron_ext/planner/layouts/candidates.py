@@ -169,8 +169,9 @@ class Candidates:
     def _searched(self, candidate: Evaluated, best: float, *, is_near: bool) -> list[Evaluated]:
         """Return candidates that searches find with the layout of ``candidate``.
 
-        If that is not near the ``best`` step, without a search. Nothing if all take longer than
-        ``best``.
+        If the candidate's step ``is_near`` the ``best`` one, the schedules are searched; otherwise
+        they are made without a search. Schedules that cannot be shorter than ``best`` are not
+        returned.
         """
         placement = choose(candidate.schedule).place(self._work.ranks)
         chunks, work = candidate.candidate.report.vpp, self._of(candidate.recompute).work
@@ -216,9 +217,9 @@ class Candidates:
     def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
         """Return the schedule ``spec`` with the vocabulary split over all ranks.
 
-        The stages then have only layers. Nothing if that is impossible, or if it would gain little
-        over the ``best`` step although all ranks had as much work and the first microbatch did not
-        wait on its way to the last rank.
+        The stages then have only layers. The result is empty if that is impossible. It is also
+        empty if the gain over the ``best`` step would be small even in the best case: all ranks
+        have the same work, and the first microbatch reaches the last rank without waiting.
         """
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)

@@ -197,8 +197,9 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
     """Return the passes of schedule ``resolved`` within the memory ``limit``, overlapped if
     requested.
 
-    If it needs more, which other layouts may leave, the limit of ``problem`` counts. A schedule
-    that ignores costs overlaps all it can, whatever memory that takes, as Megatron's does.
+    If the schedule needs more, it is made within the limit of ``problem``, as another layout may
+    leave it enough memory. A schedule that ignores costs overlaps all it can, whatever memory that
+    takes, as Megatron's does.
     """
     within = replace(problem, memory_limit=limit)
     try:

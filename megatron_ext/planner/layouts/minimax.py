@@ -69,8 +69,9 @@ def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[
     The first result is this least value, the second the number of layers of each stage.
 
     Args:
-        parts: the times by stage: of the first by where it ends, of those between by where they
-            start and end, of the last by where it starts.
+        parts: arrays of the times of the stages, in order: the first stage's by the layer at which
+            it ends, the middle stages' by the layers at which they start and end, the last stage's
+            by the layer at which it starts.
     """
     best, *between, of_last = parts
     cuts = []
@@ -93,8 +94,8 @@ def with_even_ranks(
 ) -> Layout:
     """Return ``layout`` with layers moved one by one until the slowest rank gets no faster.
 
-    The time of a rank is its work, the way of the first microbatch to it, and that of the last
-    gradient back.
+    The time of a rank is the sum of its work, the time until the first microbatch reaches it, and
+    the time that the last gradient takes back to the first stage.
     """
     counts = np.array(layout.layers, dtype=np.int64)
     score = _scores(counts[None], placement, microbatches, figures)[0]
@@ -143,8 +144,8 @@ def least_seconds(
 ) -> Floats:
     """Return a lower bound on the seconds of a step for each layout in ``counts``.
 
-    The bound is, for the slowest rank, its work, the way of the first microbatch to it, and that of
-    the last gradient back to the first stage.
+    The bound is that of the slowest rank: the sum of its work, the time until the first microbatch
+    reaches it, and the time that the last gradient takes back to the first stage.
     """
     return _by_rank(counts, placement, microbatches, figures).max(axis=1)
 

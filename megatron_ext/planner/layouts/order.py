@@ -130,7 +130,7 @@ def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.i
 
 
 def _final_passes(arrays: ActionArrays, microbatches: Sequence[int]) -> Ints:
-    """Return the passes with which ``microbatches`` leave the first stage, as far as they exist."""
+    """Return the last backward passes (I or B, on the first stage) of ``microbatches``."""
     is_back = (arrays.stage == 0) & np.isin(arrays.kind, (_INPUT, _FULL))
     return arrays.numbers[is_back & np.isin(arrays.microbatch, microbatches)]
 

@@ -71,8 +71,9 @@ class StageFigures:
     Args:
         separates_prediction: whether multi-token prediction is on the stage before the loss's,
             which then has no layers.
-        is_after_overlap: whether the weight gradient of a stage is without the time that its F
-            hides if it overlaps with its own backward pass: layers are balanced by that.
+        is_after_overlap: whether the time that a stage's F hides by overlapping with the stage's
+            own backward pass is subtracted from the seconds of the weight gradient. Layers are
+            balanced by such figures.
     """
 
     def __init__(

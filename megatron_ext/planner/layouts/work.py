@@ -188,7 +188,8 @@ def _searched(
     better_than: float,
     may_offload: bool,
 ) -> Candidate:
-    """Return the simulated schedule ``variant``, searched unless the search of a long step is idle.
+    """Return the simulated schedule ``variant``, searched unless a search of a long step is
+    useless.
 
     A long step is not searched if that could gain almost nothing, or if the step takes
     ``better_than`` seconds or more without a search.

@@ -1,6 +1,6 @@
 """The search over parallel sizes: estimates for all, simulated schedules for the best of them, and
-layouts for the best few. Then offload and slices for what would be shorter but does not fit, and
-searched schedules.
+layouts for the best few. Offload and slices are then tried for steps that would be shorter but do
+not fit, and schedules are searched.
 
 Four kinds of candidates are searched side by side, so that each has a best of its own: Megatron's
 schedules or any, with all sizes or only with sizes whose estimate is checked (`adds_unchecked`).
@@ -323,8 +323,8 @@ class _Search:
     def offload(self) -> None:
         """Simulate candidates that fit into memory only with offload.
 
-        They are the best that are estimated to be faster than the best that fits without, one with
-        each sizes.
+        They are the best of those that are estimated to be faster than the best candidate that fits
+        without offload, at most one for each combination of sizes.
         """
         best = self.found.best(self._kinds[-1])
         most = inf if best is None else best.seconds
@@ -375,7 +375,7 @@ class _Search:
     def search_schedules(self) -> None:
         """Search schedules for the best step, and for the best step whose estimate is checked.
 
-        They have the stages of these steps.
+        The searched schedules have the same placement and layout as that step.
         """
         kinds = [kind for kind in self._kinds if not kind.only_stock]
         found = [self.found.best(kind) for kind in reversed(kinds)]

@@ -1,8 +1,8 @@
 """The plan of a job over all parallel sizes: four answers, and what our schedules add.
 
 A gain over the launch may come from better sizes, from a better schedule, or both. The plan
-therefore has four answers, Megatron's schedules or all, and the sizes that were checked or any, so
-that one can see what our schedules add.
+therefore has four answers, from Megatron's schedules or all schedules, and from checked sizes or
+any sizes, so that one can see what our schedules add.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Fine-tuning recipes with few microbatches: their own line, Megatron's best, and ours.
+"""Fine-tuning recipes with few microbatches: the step of their own command, Megatron's best, and
+ours.
 
 All within the recipe's own memory, of docs/recipe-gains.csv. Full fine-tuning is told apart from
 low-rank adapters, whose passes have next to no weight gradients for a schedule to move.
@@ -24,8 +25,11 @@ FULL, ADAPTERS = "full fine-tuning", "LoRA"
 
 @dataclass(frozen=True)
 class FewMicrobatches:
-    """Gains of a recipe with few microbatches over its own line: the step of that line, as a
-    multiple of the best step under Megatron's schedules, and of the best of all."""
+    """Gains of a recipe with few microbatches over its own command.
+
+    A gain is the seconds of a step of that command divided by those of the best step: under
+    Megatron's schedules (``stock_gain``), and under any schedule (``our_gain``).
+    """
 
     recipe: str
     kind: str

@@ -1,4 +1,4 @@
-"""A recipe's settings, resolved: with what its name, its model and Megatron-Bridge say besides.
+"""A recipe's settings, resolved: with what its name, its model and Megatron-Bridge add to them.
 
 A published recipe is a dump of configs: it omits what its model or Bridge's defaults say, and some
 switches take effect only with others. All that schedules depend on is resolved here, from names,
@@ -145,7 +145,7 @@ class Recipe:
 
     @property
     def parallel_copies(self) -> int | None:
-        """Its data-parallel size; None if that is not known, or is no whole number."""
+        """Data-parallel size of the recipe; None if that is not known, or is no whole number."""
         names = ("tensor", "pipeline", "context")
         of_a_copy = 1
         for name in names:

@@ -115,10 +115,10 @@ def read_whole_gains(file: Path) -> dict[tuple[str, int, int], float]:
 
 
 def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated]:
-    """Return the gain of the shortest step in slices over the step of the recipe's own command.
+    """Return the gain of the shortest step in slices over the recipe's own command, and that step.
 
-    The step follows the gain. The layers are balanced over the stages, or as in the command if that
-    does not fit, and the recomputed layers, and joined W or not, are those of the shortest step.
+    The layers are balanced over the stages, or placed as in the command if that does not fit. The
+    shortest step also decides which layers are recomputed, and whether W are joined.
 
     Raises:
         ValueError: the recipe's own command has no schedule, or no step in slices is possible.

@@ -1,7 +1,7 @@
 """Gains of layouts for public models with a vision tower.
 
 One recipe of each model, with the tower and the language model trained, and with nothing but the
-projector trained. The tower sees as many patches as the language model tokens.
+projector trained. The tower sees as many patches as the language model sees tokens.
 """
 
 from __future__ import annotations

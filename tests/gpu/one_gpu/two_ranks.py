@@ -39,7 +39,7 @@ _DEADLINE = time.monotonic() + float(os.environ.get("ONE_GPU_SECONDS", "inf")) -
 
 
 class RankFailed(RuntimeError):
-    """The last output of the first rank that did not end well, or of all ranks if they hang."""
+    """Raised with the last output of the first rank that failed, or of all ranks if they hang."""
 
 
 def folder() -> Path:

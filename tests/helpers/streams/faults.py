@@ -95,7 +95,7 @@ def sites() -> tuple[Site, ...]:
 
 @functools.cache
 def calls() -> tuple[Site, ...]:
-    """Return the sites, and the waits of hosts that look the same."""
+    """Return the sites, and the waits of the host that look like sites."""
     found: list[Site] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):

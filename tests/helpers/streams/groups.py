@@ -244,7 +244,7 @@ class EmulatedWork:
         return getattr(self._work, name)
 
     def wait(self, *timeout: Any) -> bool:
-        """Let the current stream wait."""
+        """Let the current stream wait for this work."""
         self.end(*timeout)
         self._groups.device.clocks.wait(self._groups.device.current, self._end)
         self._stashed = ()

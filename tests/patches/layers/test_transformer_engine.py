@@ -291,8 +291,8 @@ def a_bias_may_be_frozen(te: Te, name: str) -> None:
 
 @case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
 def a_bias_may_have_hooks(te: Te, name: str) -> None:
-    """Hooks on a bias run in a split layer as in stock. W added the gradient of a bias without
-    calling its hooks, because only hooks on weights were looked for."""
+    """Hooks on a bias run in a split layer as in stock. W used to add the gradient of a bias
+    without calling its hooks, because only hooks on weights were looked for."""
     stock, ours = same_layers(te, name)
     calls = {stock: 0, ours: 0}
 
@@ -382,8 +382,8 @@ def hooks_fire_once(te: Te, name: str) -> None:
 @case_for(*[(name,) for name in LAYERS])
 def hooks_fire_once_for_all_uses(te: Te, name: str) -> None:
     """A module's hooks run once for a layer that a microbatch passes twice, as multi-token
-    prediction's repeated layer. The hooks ran after each use, and took the gradient of the first
-    use without that of the second."""
+    prediction's repeated layer. The hooks used to run after each use, and took the gradient of the
+    first use without that of the second."""
     stock, ours = same_layers(te, name)
     weights = [key for key, _ in ours.named_parameters() if "weight" in key and "norm" not in key]
     moved: dict[str, list[Tensor]] = {key: [] for key in weights}
@@ -434,8 +434,8 @@ def a_frozen_weight_has_no_w(te: Te, name: str) -> None:
 @case_for(("LayerNormMLP", "fc1_"), ("LayerNormMLP", "fc2_"))
 def half_of_an_mlp_may_be_frozen(te: Te, name: str, prefix: str) -> None:
     """An MLP with one frozen linear layer has stock's gradients, and its hooks run. The two layers
-    share a store of deferred gradients; if one was frozen, the hooks ran only after the gradient of
-    fc1."""
+    share a store of deferred gradients; if one was frozen, the hooks used to run only after the
+    gradient of fc1."""
     stock, ours = same_layers(te, name)
     for layer in (stock, ours):
         layer.get_parameter(f"{prefix}weight").requires_grad_(False)
@@ -532,7 +532,8 @@ def megatrons_data_parallel_wrapper_is_content(
 @case_for(("Linear",), ("LayerNormLinear",))
 def an_output_layers_gradient_may_come_with_i(te: Te, name: str) -> None:
     """The output layer's weight gradient is computed in I if W would store the gradient of the
-    logits for long. (MXFP8's output layer is a Linear.) It waited for W in any case."""
+    logits for long. (MXFP8's output layer is a Linear.) The gradient used to wait for W in any
+    case."""
     stock, ours = same_layers(te, name)
     whole(stock)
     with Split():

@@ -154,7 +154,7 @@ def throw_when_others_block() -> None:
 
 
 def take_long() -> None:
-    """Take until a moment after rank 1 has failed."""
+    """Return a moment after rank 1 has failed."""
     wait_for(1)
     time.sleep(0.3)
 

@@ -48,7 +48,8 @@ def test_a_composed_step_takes_as_long_as_a_real_one(spec: str) -> None:
 def _in_a_measurement(
     holds: Callable[[Composed], bool], spec: str, *, slower_after_wait: float = 0.0
 ) -> bool:
-    """Return whether ``holds`` is true of one of `MEASUREMENTS`, and print those before it."""
+    """Measure up to `MEASUREMENTS` times; return whether ``holds`` is true of one measurement, and
+    print those before it."""
     for _ in range(MEASUREMENTS):
         found = measure(spec, slower_after_wait=slower_after_wait)
         if holds(found):

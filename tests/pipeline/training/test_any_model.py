@@ -378,8 +378,8 @@ def llava_step(data: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
 
 
 def images_in_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of an image and tokens. Of 2 x 2 patches and a class token come five embeddings,
-    which replace one token of each sequence."""
+    """Return pairs of an image and tokens. An image has 2 x 2 patches and a class token; their five
+    embeddings replace one token of each sequence."""
     generator = torch.Generator().manual_seed(2)
     return [
         (

@@ -434,7 +434,8 @@ def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
 def best_and_others(
     job: SizedJob, differ: Callable[[ScheduleReport], bool]
 ) -> tuple[SizedStep, list[SizedStep]]:
-    """Return the best step found for ``job``, and the steps whose reports do not ``differ``."""
+    """Return the best step found for ``job``, and all found steps for whose reports ``differ`` is
+    false."""
     found = search_sizes(job, partial(described_works, job))
     *_, any_schedule = kinds_of(job)
     best = found.best(any_schedule)

@@ -160,11 +160,11 @@ def circles(ticks: Sequence[int], period: int) -> Many:
 
 
 def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Many]) -> Many:
-    """Return the ways of a microbatch in which each pass runs at the first time that its place in
-    the period allows.
+    """Return start times of a microbatch's passes, if each pass runs at the first time that its
+    place in the period allows.
 
     Args:
-        places: by rank, a row for each way.
+        places: by rank, a row for each choice of the passes' places in the period.
     """
     last = len(ranks) - 1
     down, up = range(last, -1, -1), range(last + 1)
@@ -184,7 +184,8 @@ def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Ma
 
 
 def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[Many, Many]:
-    """Return how many chunks each way needs on a rank, and how long it takes."""
+    """Return how many chunks a rank holds at most under each of ``ways``, and how long a microbatch
+    takes."""
     curves = np.zeros((*ways.shape[:2], period), dtype=int)
     for rank, work in enumerate(ranks):
         for forward, _, weight in CHUNKS:

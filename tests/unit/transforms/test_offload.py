@@ -128,8 +128,8 @@ def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_host_costs(random: Random, costs: Costs) -> Costs:
-    """Return costs whose copies take no time, as long as passes, or longer; some ranks share
-    links."""
+    """Return costs whose copies, at random, take no time, as long as passes, or longer; ranks may
+    share links."""
     figures = [random.choice([(0.0,), (0.3, 1.0), (1.0, 9.0)]) for _ in range(2)]
     out, back = ([random.choice(choices) for _ in range(costs.stages)] for choices in figures)
     return costs.with_host(out, back, random.choice([1, 1, 2, 3]), random.random() < 0.7)

@@ -38,8 +38,8 @@ PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
-    """Return costs with equal layers, unequal ones or mostly free ones, and an output layer as long
-    as up to twenty stages."""
+    """Return costs drawn at random: layers are equal, unequal or mostly free, and the output layer
+    takes as long as up to twenty stages."""
     choices = random.choice([(6.0,), (0.5, 1.0, 1.7, 3.1), (0.0, 0.0, 1.0)])
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
     figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])

@@ -213,7 +213,8 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
     written: what it names is not imported.
 
     Raises:
-        ValueError: the log cannot be read, does not tell, or names a schedule that is a program.
+        ValueError: the log cannot be read, lacks the arguments of the launch, or names a Python
+            file as its schedule.
         PatchError: Megatron, which knows the flags, is not installed.
     """
     settings = settings or {}

@@ -1,4 +1,4 @@
-"""A verdict whose vocabulary was assumed, with vocabularies of other sizes.
+"""How a plan's verdict would change if the vocabulary had another size than the assumed one.
 
 The size comes from the tokenizer, whose files may not be on the machine that plans. The output
 layer's time depends on it, and so may the best schedule: the user is told how the gain changes.
