@@ -26,7 +26,7 @@ from tests.helpers.streams.findings import FOUND
 
 _OFFLOAD = "megatron_ext/features/offload/runtime/offload.py"
 
-# By the name of a site, why no trace shows it, and what would.
+# Waits whose removal no trace shows, by the name of the site: why none shows it, and what would.
 UNSEEN: dict[str, str] = {
     f"{_OFFLOAD} OffloadedStep.abandon: transfer.wait()": (
         "a step that has failed, whose caller goes on: its activations live as long as its error, "
@@ -34,8 +34,8 @@ UNSEEN: dict[str, str] = {
     ),
 }
 
-# Faults that were found and fixed by something other than a wait: without these edits they are
-# found.
+# Former faults that were not mended by a wait. The edits of each bring the fault back, and a case
+# must find it.
 MENDED: dict[str, tuple[Edit, ...]] = {
     # The router's saved indices belong to no living tensor. If they were dropped while they were
     # being copied back from the host, the next pass got their memory, and the copy overwrote it.
@@ -73,7 +73,8 @@ def found_by(fault: contextlib.AbstractContextManager[None]) -> str:
         for name, case in (CASES | AT_NIGHT).items():
             try:
                 case.run_emulated()
-            except pytest.skip.Exception:  # Transformer Engine cannot be fetched
+            # the case needs Transformer Engine, which cannot be fetched
+            except pytest.skip.Exception:
                 continue
             except AssertionError as error:
                 if FOUND in str(error):

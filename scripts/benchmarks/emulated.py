@@ -79,7 +79,7 @@ def _in_seconds(ms: Any) -> Any:
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
-WAKES_LATE = 0.0003  # seconds by which a system wakes a sleeping process late, about
+WAKES_LATE = 0.0003  # about the seconds by which a system wakes a sleeping process late
 
 
 def take(seconds: float) -> None:

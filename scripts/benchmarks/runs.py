@@ -164,7 +164,8 @@ class _Steps:
     ideal: float
     passes: int
     seconds: float
-    host_seconds: float = 0.0  # seconds that the host needs without passes, which are measured last
+    # seconds that the host needs if passes take no time; they are measured last
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ _DEEPSEEK = Model(
     mtp_num_layers=1,
     mtp_layer="*E",
 )
-# These trainings had no flash attention and recomputed the attention matrix, with dropout.
+# The trainings of the paper on sequence parallelism and selective recompute used no flash
+# attention, and recomputed the attention matrix, with dropout.
 _SELECTIVE = Execution(
     2048,
     tensor_parallel=8,
@@ -84,8 +85,8 @@ _SELECTIVE = Execution(
 _WITHOUT_DROPOUT = replace(
     Execution(8192, tensor_parallel=8), hidden_dropout=0, attention_dropout=0
 )
-# Each token is sent once to a node and on over NVLink. Messages are "fully hidden" within
-# overlapped passes.
+# DeepSeek-V3 sends each token to a node once, and on over NVLink. Its paper says that messages are
+# "fully hidden" within overlapped passes.
 _IN_PAIRS = Execution(
     4096,
     expert_parallel=64,

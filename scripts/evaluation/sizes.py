@@ -33,8 +33,8 @@ from scripts.evaluation.measured import PublishedStep, dense_model
 
 # Beginning of a row's job if the row compares sizes; the name of the set follows.
 OF_SIZES = "sizes "
-# Predictions that differ by less than this share are equal: of those that ran, the best one is
-# chosen.
+# Predictions that differ by less than this share count as equal; of the configurations with equal
+# predictions, the one that was fastest when run is chosen.
 TIE = 0.02
 _GPU = GPUS["a100"]
 
@@ -123,7 +123,7 @@ def _passes(costs: Costs, placement: Placement, microbatches: int) -> tuple[floa
     return lasts[longer] + (microbatches - longer) * each, held
 
 
-# Sets by which `FULL_SPEED_NODES` was chosen.
+# Sets of measurements by which the constant FULL_SPEED_NODES was chosen.
 _CHOOSING = ("sizes 13B-2048-32-sp", "sizes 30B-2048-256-all")
 _CHOSEN_BY = {True: "the two sets that a constant rests on", False: "the three other sets"}
 Predicted = Mapping[PublishedStep, SizesPrediction]

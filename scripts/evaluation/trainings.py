@@ -97,10 +97,10 @@ def _of_gpt(step: PublishedStep) -> DescribedTraining:
     return DescribedTraining(work, spec, Layout(step.layers), vocabulary)
 
 
-# The zero-bubble paper's rows zb-h2 are its ZB-2p, an automatic schedule within 2p microbatches. Of
-# a microbatch between I and W its authors count what W needs, 32 h of 34 h + 5 a s bytes
-# (zb_schedules.py in sail-sg/zero-bubble-pipeline-parallelism, tag zero-bubble-v0.1.0). Rows zb-h1
-# are ZB-1p, which has the bubbles of zb-h1 in the paper.
+# The zero-bubble paper's rows zb-h2 are its ZB-2p, an automatic schedule within 2p microbatches.
+# For a microbatch between I and W its authors count only the bytes that W needs: 32 h of the
+# activation's 34 h + 5 a s bytes (zb_schedules.py in sail-sg/zero-bubble-pipeline-parallelism, tag
+# zero-bubble-v0.1.0). Rows zb-h1 are ZB-1p, which has the bubbles of zb-h1 in the paper.
 _AUTOMATIC = {"zb-h2": "zb-2p:paper_count=true"}
 
 
@@ -224,7 +224,8 @@ _STAGES = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size
 # Number of layers of the model in Megatron-LM #6311, which has DeepSeek-V3's shape; three layers
 # are dense.
 _SHORT = 14
-# Megatron's own defaults instead of the recipe's: optimizer states and gradients in fp32.
+# Settings of that model, with Megatron's own defaults instead of the recipe's: optimizer states and
+# gradients in fp32.
 _SHORT_MODEL: Mapping[str, Any] = {
     "model.num_layers": _SHORT,
     "model.moe_layer_freq": [0] * 3 + [1] * (_SHORT - 3),
@@ -256,7 +257,8 @@ def _of_recipe(step: PublishedStep) -> DescribedTraining:
         warnings.simplefilter("ignore")
         configuration = configuration_of(recipe)
     execution = configuration.execution
-    # The row has a variable for this, and that of this process does not count.
+    # Whether the training ran with one hardware queue is taken from the row's note, not from
+    # CUDA_DEVICE_MAX_CONNECTIONS of this process.
     if execution.overlap:
         is_required = max(execution.tensor_parallel, execution.context_parallel) > 1
         is_one = "connections 1;" in step.cells["note"] or is_required

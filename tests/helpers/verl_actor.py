@@ -38,7 +38,7 @@ PIPELINE, BATCH, PROMPT, RESPONSE, VOCABULARY = 2, 16, 6, 10, 64
 STEPS = 2
 SETTINGS: dict[str, Any] = json.loads(os.environ["VERL_ACTOR"])
 
-# Fusions of Megatron that need a GPU.
+# Settings of Megatron without Transformer Engine, and without fusions that need a GPU.
 LOCAL = {
     "transformer_impl": "local",
     "attention_backend": "auto",
@@ -65,7 +65,7 @@ def register_with_mbridge() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.enums import ModelType
 
-    # mbridge 0.15.1 compares with a member that Megatron dropped before 0.17.
+    # mbridge 0.15.1 compares with this member of ModelType, which Megatron dropped before 0.17.
     ModelType.encoder_and_decoder = None
     norms = {
         f"{ours}.weight": [f"model.layers.{{layer_number}}.{theirs}.weight"]
@@ -141,7 +141,8 @@ def trainer_config() -> Any:
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         "actor_rollout_ref.actor.optim.total_training_steps=10",
-        # The norm is summed over the parameters of a rank, and a V placement puts others on a rank.
+        # Gradients are not clipped: their norm is summed over the parameters of a rank, and a V
+        # placement puts other parameters on a rank.
         "actor_rollout_ref.actor.optim.clip_grad=0",
         *(
             f"++actor_rollout_ref.{role}.megatron.{name}={value}"
@@ -171,7 +172,8 @@ class Workers:
         def call(data: Any) -> Any:
             ranks = gathered(self._worker._query_dispatch_info(mesh))
             ((parts,), _) = _split_args_kwargs_data_proto(max(ranks) + 1, data)
-            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # Ray's copy is unlocked, too
+            # the batch is unlocked, as Ray's copy of it would be
+            answer = method(parts[ranks[dist.get_rank()]].unlock_())
             answers = gathered((self._worker._query_collect_info(mesh), answer))
             return _concat_data_proto_or_future([one for collected, one in answers if collected])
 
@@ -245,7 +247,7 @@ def write(result: dict[str, Any], numbers: list[torch.Tensor]) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")  # else verl would create a group of NCCL
+    dist.init_process_group("gloo")  # without this call verl would create a group of NCCL
     take_packed_attention()
     if SETTINGS["bridge"] == "mbridge":
         register_with_mbridge()
@@ -271,7 +273,8 @@ def main() -> None:
     )
     actor.init_model()
     reference.init_model()
-    trainer = object.__new__(RayPPOTrainer)  # its constructor starts Ray
+    # the trainer's constructor starts Ray, so it is not called
+    trainer = object.__new__(RayPPOTrainer)
     trainer.config, trainer.ref_in_actor = config, False
     trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)
     if SETTINGS["load"]:

@@ -26,7 +26,8 @@ SCRIPT = Path(__file__).with_name("verl_actor.py")
 LAYERS = 8
 PLATFORM = "tests.helpers.verl_platform"
 
-# Packages that verl imports. Each rank imports verl itself, as verl reads variables at its import.
+# Packages of verl's imports, which are imported before ranks are forked. Each rank imports verl
+# itself, as verl reads variables at its import.
 _IMPORTED = (
     "datasets",
     "hydra",
@@ -103,7 +104,7 @@ def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[
 
 
 def run(folder: str, bridge: str, *trainings: str) -> None:
-    # this module prepares, once, work that each rank would repeat
+    # The import of megatron_runs does work once that each rank would repeat.
     assert megatron_runs.SCRIPT.exists()
     for name in _IMPORTED:
         importlib.import_module(name)

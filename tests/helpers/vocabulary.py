@@ -30,8 +30,8 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
-VOCABULARY = 48  # rows of the padded tables
-SHAPE = (2, 6)  # b, s
+VOCABULARY = 48  # number of rows of the padded tables
+SHAPE = (2, 6)  # shape of the tokens: samples, tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -286,9 +286,9 @@ class Reference:
     """A step in one process, all in float64, with torch's own functions."""
 
     losses: dict[int, Tensor]
-    embedding: Tensor  # gradients; for a tied table, both added
+    embedding: Tensor  # gradient of the embedding; with a tied table, the sum of both
     output: Tensor
-    stages: list[Tensor]  # of weight and bias in one tensor
+    stages: list[Tensor]  # gradients of each stage's weight and bias, in one tensor
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from megatron_ext.runtime.recording import HostClock
 from tests.helpers.streams.groups import _COLLECTIVES, _MESSAGES
 from tests.helpers.streams.operations import _WAITED_FOR, _named, _uses_of
 
-REPLAYED = "emulated: a graph is replayed"  # what each replay prints
+REPLAYED = "emulated: a graph is replayed"  # text that each replay prints
 _READS = {"tolist", "numpy", "cpu", "__array__"}
 _MADE_OF_NUMBERS = {"tensor", "as_tensor"}
 _BARRIERS = {"barrier", "monitored_barrier"}
@@ -45,7 +45,7 @@ _OF_STORES = ("set", "get", "add", "wait", "check", "compare_set", "delete_key",
 _QUESTIONS = {"is_completed", "is_success", "synchronize"}
 
 
-Set = Callable[[Any, str, Any], None]  # `setattr`, or a MonkeyPatch's
+Set = Callable[[Any, str, Any], None]  # the function `setattr`, or that of a MonkeyPatch
 
 
 class HostDecision(AssertionError):
@@ -94,10 +94,11 @@ class Graph:
     def __init__(self) -> None:
         self.entries: list[Callable[[], None]] = []
         self.thread = threading.get_ident()
-        self.calls = 0  # of process groups
+        self.calls = 0  # number of calls of process groups
         self.works: dict[int, Any] = {}
-        self._own: dict[int, Tensor] = {}  # memory made in the capture, by address
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # other memory that was written to
+        self._own: dict[int, Tensor] = {}  # memory that the capture has made, by address
+        # other memory that the capture has written to, with a copy from before
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         Graph.capturing = self
@@ -109,7 +110,7 @@ class Graph:
         for memory, copied in self._before.values():
             memory.copy_(copied)
         for memory in self._own.values():
-            memory.fill_(0x7F)  # NaN, or a large number
+            memory.fill_(0x7F)  # the bytes then read as NaN, or as a large number
         self._before.clear()
 
     def register_generator_state(self, state: Any) -> None: ...

@@ -19,12 +19,13 @@ from typing import Any
 
 from tests.helpers.covers.feature import Feature
 
-# A night test switches a setting off in our trainings, and checks that the marked tests fail.
-# the launcher refuses unknown names that begin with our prefix
+# Variable with the setting that a night test switches off in our trainings, to check that the
+# marked tests fail. The name has no prefix of ours, since the launcher refuses unknown names with
+# it.
 SWITCHED_OFF = "SETTING_SWITCHED_OFF"
 
 _CORE = "megatron.core"
-_TOOL = 4  # of sys.monitoring, free for all
+_TOOL = 4  # number of a tool of sys.monitoring; no other tool uses the number
 
 
 def _always(caller: Any) -> bool:
@@ -174,7 +175,7 @@ def _code(function: str) -> CodeType:
     return code
 
 
-# Features of our trainings in the running test; None if none of them is watched.
+# Features of our trainings that were seen in the running test; None if no training is watched.
 _seen: set[Feature] | None = None
 
 
@@ -193,7 +194,7 @@ def note(seen: Iterable[Feature]) -> None:
 _CALLER = "steps of a caller's own, without the launcher, which nothing watches"
 _LAYERS = "layers by themselves, without a training of Megatron's"
 
-# Marked tests none of whose trainings is watched, by file or by file and function, with the reason.
+# Reasons why none of the trainings of a marked test is watched, by file or by file and function.
 UNWATCHED = {
     "tests/gpu/": "trains in processes that a launcher starts on GPUs",
     "tests/pipeline/training/test_adapters.py": _CALLER,
@@ -222,8 +223,8 @@ def unseen(marked: Iterable[Feature], test: str) -> list[Feature]:
     return sorted(set(marked) & set(WITNESSES) - (_seen or set()))
 
 
-# By setting, the flags without which it is off, if they do not have its name, and flags that need
-# them.
+# For each setting: the flags without which the setting is off, if their name is another one, and
+# flags that need them.
 _PARAMETERS = ("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
 _RECOMPUTE = tuple(
     f"--recompute-{word}" for word in ("granularity", "method", "num-layers", "modules")

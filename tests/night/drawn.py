@@ -26,10 +26,10 @@ from tests.night.__main__ import commit, run_files
 from tests.night.pieces import COMMANDS, ROOT, night_cases, night_files
 from tests.night.record import NightLine
 
-AT_MOST = 25 * 60.0  # seconds on all cores, by the record
-LATEST = 65 * 60.0  # seconds after the begin of .ci/run by which the last file must begin
+AT_MOST = 25 * 60.0  # largest seconds of the drawn files on all cores, by the night's record
+LATEST = 65 * 60.0  # seconds after the start of .ci/run by which the last file must begin
 
-# By a name that test files import, the folder of sources that its tests need.
+# Folder of sources that a test file needs, by the name that the file imports.
 SOURCES: dict[str, Path] = {
     "megatron_sources": MEGATRON_LM,
     "optimizers_on_cpu": FETCHED / "emerging-optimizers",

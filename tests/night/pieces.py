@@ -15,14 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NIGHT = "MEGATRON_EXT_NIGHTLY"
 
-# These run after all files, in the last pieces.
+# Commands that run in the last pieces of the night, after all test files.
 COMMANDS = (
     "tests.faults",
     "tests.stream_faults",
     "tests.behaviour compare tests/records",
     "tests.behaviour.full_searches compare",
 )
-UNKNOWN_SECONDS = 60  # for a file that is not in the record
+UNKNOWN_SECONDS = 60  # assumed seconds of a file that is not in the record
 
 _COMBINATIONS = "tests.helpers.combinations"
 _IN_COMBINATIONS = {"IS_NIGHT", "at_night", "nightly", "in_pairs", "each_once"}

@@ -23,7 +23,7 @@ def record_losses() -> None:
     ) -> Any:
         if "lm loss" in losses:
             loss = float(losses["lm loss"])
-            # One write, so that lines of several ranks do not mix.
+            # The line is written by one call, so that lines of several ranks do not mix.
             os.write(1, f"\nloss of iteration {iteration}: {loss.hex()}\n".encode())
         return log(losses, total, rate, iteration, *args, **kwargs)
 
@@ -32,6 +32,7 @@ def record_losses() -> None:
 
 if __name__ == "__main__":
     record_losses()
-    # Megatron would spawn a process for it on each rank, which imports all of Megatron.
+    # The queue of checkpoint results is made here by a fork. Megatron would spawn a process for it
+    # on each rank, which imports all of Megatron.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -30,7 +30,7 @@ CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 PRETRAIN = ROOT / "scripts" / "slurm" / "pretrain.sh"
 RECORDED = ROOT / "tests" / "slurm" / "recorded.py"
 
-RANKS = 4 if IS_NIGHT else 2  # on two nodes
+RANKS = 4 if IS_NIGHT else 2  # number of ranks, on two nodes
 SAVE_INTERVAL = 4
 FLAGS = quickstart.MODEL | {
     "--pipeline-schedule": "zb-v",
@@ -38,14 +38,14 @@ FLAGS = quickstart.MODEL | {
     "--global-batch-size": "8",
     "--train-iters": "20",
     "--eval-iters": "0",
-    "--num-workers": "1",  # for each rank; SLURM sends them its signals, too
+    "--num-workers": "1",  # data-loader workers of each rank; SLURM sends them its signals, too
 }
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 MISSING = [name for name in ("slurmctld", "slurmd", "munged") if not shutil.which(name)]
 
 pytestmark = [
-    pytest.mark.timeout(1800),  # `Job.wait_until` is stricter, and prints more
+    pytest.mark.timeout(1800),  # `Job.wait_until` has a shorter limit, and prints more
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: SLURM starts jobs as root"),
     pytest.mark.skipif(
         bool(MISSING),
@@ -77,7 +77,7 @@ class Cluster:
             try:
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     lines.append((process / "cmdline").read_text().replace("\0", " "))
-            except OSError:  # the process has just ended
+            except OSError:  # the process has ended since the folder was listed
                 continue
         return lines
 
@@ -150,10 +150,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     environment = outside | {
         "SLURM_CONF": str(folder / "slurm.conf"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # for torchrun
+        # the folder of this Python has torchrun
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
-        # as torchrun sets it for several ranks on a node: sums have a fixed order
+        # One thread, as torchrun sets it for several ranks on a node: sums then have a fixed order.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # ranks train on the CPU, also if there are GPUs
     }

@@ -60,9 +60,10 @@ _MIXED_PRECISIONS = {
     "bf16_with_nvfp4_mixed": "nvfp4",
     "nemotron_3_super_bf16_with_nvfp4_mixed": "nvfp4",
 }
-# Settings of those mixed precisions that store layers' matrices quantised alone, by the precision
-# or by the name if it differs from others of its precision. They are those of
-# src/megatron/bridge/training/mixed_precision.py in NVIDIA-NeMo/Megatron-Bridge@067f987.
+# Settings of those mixed precisions that store the layers' matrices in quantised form only. The key
+# is the precision, or the name of the mixed precision if its settings differ from others of the
+# same precision. The settings are those of src/megatron/bridge/training/mixed_precision.py in
+# NVIDIA-NeMo/Megatron-Bridge@067f987.
 _OF_MIXED_PRECISIONS: Mapping[str, Settings] = {
     "fp8_delayed": {"fp8_param_gather": True},
     "fp8_cs": {"fp8_param_gather": True},
@@ -209,7 +210,8 @@ def resolve(
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
             settings.setdefault(key, dimensions.get(key, False))
-    # Such a recipe gives only those adapter settings that differ from Bridge's defaults.
+    # A recipe with "_peft_" in its name gives only those adapter settings that differ from Bridge's
+    # defaults.
     if "_peft_" in name:
         settings.setdefault("peft", "lora")
     if "vision" in dimensions:

@@ -31,8 +31,8 @@ from scripts.tables import table
 
 # Least waiting time of the ranks as a share of a step, computed as (p - 1) / (v m).
 LEAST_WAIT = 0.1
-# Least median gain of slices for full fine-tuning with fewer microbatches than ranks; a trial of
-# slices of packed sequences found 1.63.
+# Least median of the step time without slices as a multiple of that with slices, for full
+# fine-tuning with fewer microbatches than ranks; a trial of slices of packed sequences found 1.63.
 LEAST_MEDIAN = 1.5
 _SPECS = ("1f1b", "zb-h1", "zb-v")
 _COLUMNS = (

@@ -148,7 +148,7 @@ def _replace_platform(patch: pytest.MonkeyPatch, device: Device, names: dict[str
         device.record_stream(tensor, stream)
 
     def moved_to_host(original: Any, tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
-        if isinstance(tensor, Tensor):  # a copy that the CPU does not make
+        if isinstance(tensor, Tensor):  # the CPU makes no copy here; on a GPU there is one
             stream = device.current
             time = device.clocks.launch(stream)
             device.storages.access(tensor, stream, time, "a copy to the host", writes=False)

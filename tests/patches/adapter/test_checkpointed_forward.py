@@ -40,7 +40,8 @@ class Model(MegatronModule):
         super().__init__(SimpleNamespace(fp8=None, fp4=None))
         self.weight = torch.nn.Parameter(torch.full((4, 4), 0.5))
         self.x = torch.empty(0)
-        # by run: whether it is the first of its microbatch, and whether it computes gradients
+        # For each forward run: whether it is the first of its microbatch, and whether it computes
+        # gradients.
         self.runs: list[tuple[bool, bool]] = []
 
     def set_input_tensor(self, tensors: list[Tensor]) -> None:
@@ -55,7 +56,7 @@ class Job:
     """Step of one stage, with the losses that its caller sees."""
 
     def __init__(self, recomputed: set[int], step: Callable[..., Any] | None = None) -> None:
-        self.losses: list[float] = []  # by call of the loss function
+        self.losses: list[float] = []  # losses, one for each call of the loss function
         self.model = Model()
         self.iterator = iter([torch.full((4,), float(number)) for number in range(MICROBATCHES)])
         config = SimpleNamespace(

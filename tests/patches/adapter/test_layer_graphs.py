@@ -109,7 +109,7 @@ def test_weight_gradients_are_omitted_from_the_order(schedule: str, orders: list
 def test_every_row_of_ours_can_be_captured(schedule: str, m: int) -> None:
     for rank in range(4):
         row, stages = row_of(schedule, 4, m, rank)
-        layers = range(1, len(stages) + 1)  # each chunk has another number of layers
+        layers = range(1, len(stages) + 1)  # no two chunks have equally many layers
         check_capture(capture_order(row, stages), row, stages, layers)
 
 
@@ -380,7 +380,7 @@ def test_transformer_engine_shares_buffers_as_the_checker_says(version: str) -> 
 
 
 def check_sharing(make: Callable[..., Any], order: list[int]) -> None:
-    layers = list(range(1, max(order) + 1))  # each chunk has another number of layers
+    layers = list(range(1, max(order) + 1))  # no two chunks have equally many layers
     callables = tuple(Noted(2, 2) for _ in range(sum(layers)))
     samples = [(torch.ones(1, 2, requires_grad=True),) for _ in range(sum(layers) * order.count(1))]
     Noted.taken = []

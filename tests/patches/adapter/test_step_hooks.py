@@ -32,7 +32,7 @@ def test_two_features_that_give_the_same_part_are_named() -> None:
         one_of([_First(), _Second()], lambda feature: feature.context)
 
 
-# By feature: settings that switch on its hooks, and those of no other feature.
+# For each feature: settings that switch on its hooks and no other feature's.
 SETTINGS: dict[str, dict[str, str | bool]] = {
     "PostValidationHooks": {"post_validation": True},
     "SlicesHooks": {"slices": "2"},

@@ -243,7 +243,7 @@ def compare(case: Case) -> None:
     model = build(case)
     for number, (name, batch) in enumerate(MICROBATCHES.items()):
         given = sequences(batch, number)
-        # a weight for each loss, of prompts too
+        # Gradients of all losses, also of those of prompts.
         dy = list(torch.rand(sum(batch.lengths)).split(batch.lengths))
         model.zero_grad()
         expected_losses = run_apart(model, given, dy)

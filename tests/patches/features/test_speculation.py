@@ -463,14 +463,14 @@ def patched(case: Case) -> None:
         recorded.is_pending = True
         held = [gradient.clone() for gradient in gradients]
         training.zero()
-        # the zero_grad of the chained optimizer is one of the two
+        # One of the two deferred actions is the chained optimizer's zero_grad.
         assert len(recorded.actions) == 2
         training.begin_next_step(1)
         gathered = [group.param_gather_dispatched for group in groups]
         assert all(map(torch.equal, held, gradients)) and held[0].any()
 
         assert speculative.redo(found_inf=False)[0] and recorded.steps == 2
-        # the step before is committed in the middle of the next step
+        # The previous step is committed in the middle of the next step.
         with training.model.no_sync():
             for group, was_gathered in zip(groups, gathered, strict=True):
                 group.param_gather_dispatched = was_gathered

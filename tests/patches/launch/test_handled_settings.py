@@ -33,8 +33,8 @@ from megatron_ext.patches.megatron.core.transformer import module, transformer_c
 from megatron_ext.written_settings import for_megatrons_offload, given_in, words_of
 from tests.helpers.callers import small_config
 
-# By setting of Megatron: our settings under which we do its work, and whether the setting stays on
-# in Megatron's config.
+# For each setting of Megatron that we implement ourselves: settings of ours under which we do so,
+# and whether the setting stays on in Megatron's config.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "defer_embedding_wgrad_compute": ({"schedule": "1f1b"}, False),
     "delay_wgrad_compute": ({"schedule": "zb-v"}, False),

@@ -256,7 +256,8 @@ def test_nothing_is_left_behind() -> None:
             "flags",
             "write --step-batch-size-schedule='0:160 2.4B:320', quoted for the shell,",
         ),
-        # ARGS in quotes, "$ARGS", was "no flag; drop it, unless the script adds it".
+        # Quoted flags in one word, as from "$ARGS", used to get the advice "no flag; drop it,
+        # unless the script adds it".
         ({}, ("--bf16 --lr 1",), "flags", "--bf16 and what follows it are one word"),
         ({}, ("\n    --lr=1\n    --bf16\n",), "flags", "--lr and what follows it are one word"),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
@@ -423,7 +424,7 @@ def test_what_slices_would_give_is_said() -> None:
         remark,
     ), remark
     assert "megatron-ext plan -- COMMAND compares them" in remark
-    # slices of short sequences cost too much
+    # Slices of short sequences cost more than they gain, so the remark is missing.
     short = {"seq_length": 256, "max_position_embeddings": 256}
     for changes in ({"pipeline_slices": 4}, {"global_batch_size": 4}, short):
         other = checked(**(sizes | changes))
@@ -912,7 +913,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     (wrong,) = told(checked(**folders), Severity.WRONG)
     assert "has no iter_0000020" in wrong and "there are: iter_0000010" in wrong
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe\0" * 1000)
-    (wrong,) = told(checked(**folders), Severity.WRONG)  # this file ended doctor in a traceback
+    # this file used to end doctor in a traceback
+    (wrong,) = told(checked(**folders), Severity.WRONG)
     assert "which is no iteration" in wrong and len(wrong) < 500
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000020").mkdir()

@@ -590,7 +590,7 @@ def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that() -> None:
     """`plan` tries recompute for a launch that does not fit, unless the random states forbid it. It
     used to try only offload, although the schedules 1f1b and zb-h1 fit with half of the activations
     recomputed."""
-    # 3.33 GiB without the allocator's reserve
+    # Memory of a GPU: 3.33 GiB are left without the allocator's reserve.
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"
     plan = made(small)
     best = plan.plan.best
@@ -611,7 +611,7 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     (without,) = plan.others
     assert without.seconds < plan.plan.candidates[0].step
     assert taken_of(plan).schedule == without.candidate.schedule
-    # except for a limit that has no effect
+    # A limit that has no effect is written for the alternative only.
     assert set(plan.written.added) <= set(without.write().added)
     dropped = {f"--{name.replace('_', '-')}" for name in flags}
     assert dropped <= set(plan.written.dropped)
@@ -776,7 +776,7 @@ def test_of_a_launch_with_experts_it_says_what_pairs_would_give(
     assert {one.candidate.family for one in plan.others} >= {"interleaved"}
     best = min(plan.others, key=lambda one: one.seconds)
     assert best.candidate.report.pairs > 0
-    assert best.write().added.count(FLAG) == 1  # the flag was once written twice
+    assert best.write().added.count(FLAG) == 1  # the flag used to be written twice
     alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
     same = alone[best.candidate.schedule, VocabMethod.NAIVE]
     assert same.report.pairs == 0

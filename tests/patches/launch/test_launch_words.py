@@ -95,7 +95,7 @@ def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
         ("srun -N2 -n16 --gpus-per-task=1 ./x.py", 16),
         ("srun -n 16 --ntasks-per-node=8 bash -c 'cd a && python x.py'", 16),
         ("srun -n '$N' python x.py", None),
-        ("srun -N 2 python x.py", None),  # lines of sbatch may say more
+        ("srun -N 2 python x.py", None),  # #SBATCH lines of a script may set the number of ranks
         ("srun -N 2-4 --ntasks-per-node 8 python x.py", None),
         ("salloc -N 2 --ntasks-per-node 8 srun python x.py", 16),
         ("srun -n 16 apptainer exec --nv image.sif python x.py", 16),

@@ -26,7 +26,8 @@ from tests.helpers.combinations import at_night
 from tests.patches.launch.test_one_judgement import Flags, by_doctor, launch_of, plan_of
 
 RANKS = 8
-# Mistakes in the order of doctor's report: its subject, wrong flags, and words of the reason.
+# Mistakes of a launch, sorted as doctor reports them: the subject of each in the report, wrong
+# flags that make it, and words of the reason.
 MISTAKES: tuple[tuple[str, Flags, str], ...] = (
     ("counts", {"micro_batch_size": 0}, "--micro-batch-size 0"),
     ("sizes", {"num_query_groups": 3, "group_query_attention": True}, "--num-query-groups 3"),

@@ -149,7 +149,7 @@ def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
     assert [one.schedule for one in report.schedules] == ["1f1b", "zb-h1", "zb-v"]
     assert stock.of_first == 1 and zb_h1.seconds < stock.seconds and zb_v.of_first < 1
     assert stock.seconds == pytest.approx(stock.passes + OUTSIDE)
-    for one in report.schedules:  # the stand-in's passes take 1.05 to 1.15 of the estimate
+    for one in report.schedules:  # the stand-in's passes take 1.05 to 1.15 of the estimated seconds
         assert 1.0 < one.passes / (one.estimate.seconds - one.estimate.messages) < 1.2
         assert one.estimate.reductions > 0  # two replicas reduce gradients
     # Of pipeline ranks with equal stages one runs, and only ranks of the first replica run.
@@ -179,7 +179,7 @@ def test_ranks_run_once_more_with_their_messages_on_time(tmp_path: Path) -> None
     for one, figures in zip(report.replays, report.schedules, strict=True):
         assert one.figures.name == figures.name
         assert one.over_alone == pytest.approx(1)  # the stand-in runs the same passes in a replay
-        assert 0.05 < one.off_end < 1  # and does not wait for messages
+        assert 0.05 < one.off_end < 1  # the stand-in does not wait for messages
         assert Path(one.figures.costs).exists() and Path(one.figures.trace).exists()
     assert not any("there at once" in text for text in report.not_rehearsed)
 

@@ -23,7 +23,7 @@ BLACKWELL = (10, 0)  # compute capability of Blackwell, which has all recipes
 
 MXFP8: Settings = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 TENSORWISE: Settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-PRECISIONS: dict[str, Settings] = {  # by the names in public recipes
+PRECISIONS: dict[str, Settings] = {  # settings of each precision, by its name in public recipes
     "fp8_delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "fp8_cs": TENSORWISE,
     "fp8_sc": {"fp8": "hybrid", "fp8_recipe": "blockwise"},

@@ -121,7 +121,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
 }
 
 
-# These settings run at night, because others above contain them and more.
+# Settings that run only at night, because other settings above contain them and more.
 NIGHTLY = (
     "overlapped",
     "experts one by one",
@@ -159,7 +159,7 @@ def train_both(version: str, setting: str, **more: object) -> None:
         more |= PAIRED
         flags |= PAIRED if "loop" in setting else {}  # Megatron overlaps passes only under loops
     build = functools.partial(provide, "fused" in setting, "grouped" in setting)
-    # its flag requires a GPU
+    # This setting is made in the config, as its flag requires a GPU.
     delays = {"delay_wgrad_compute": True} if "delayed" in setting else {}
 
     stock = Training(ranks, flags, build=functools.partial(build, {}))

@@ -40,7 +40,7 @@ PACKAGES = {
     "verl": "verl",
 }
 PAGE = ROOT / "tests" / "README.md"
-WORDS = {  # by package, its name in tests/README.md
+WORDS = {  # names of packages in tests/README.md
     "mbridge": "mbridge",
     "megatron-bridge": "Megatron-Bridge",
     "megatron-core": "Megatron",

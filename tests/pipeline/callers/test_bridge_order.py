@@ -167,7 +167,7 @@ def results() -> tuple[dict[str, list[Run] | str], dict[str, list[list[list[int]
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
-    # weights of the microbatches of four steps
+    # Weights of all microbatches of four steps.
     np.save(WEIGHTS, np.random.default_rng(4).lognormal(0, 1, 32))
     with packed_on_the_cpu():
         ranks = run_ranks(

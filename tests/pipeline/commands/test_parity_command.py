@@ -66,8 +66,8 @@ def test_a_v_has_stocks_numbers() -> None:
     (_, a), (_, b) = recorded(), recorded(pipeline_schedule="zb-v")
     status, found = compared(a, b)
     assert (status, found["verdict"]) == (0, "same")
-    # 12 parameters of each layer, 2 of the last norm, two tables; for each Adam's two tensors and
-    # its step
+    # Number of compared tensors: 12 parameters of each layer, 2 of the last norm and two tables;
+    # for each parameter Adam's two tensors and its step.
     assert found["compared"] == {"parameters": 52, "optimizer states": 156}
     assert found["settings"]["--pipeline-schedule"] == [None, "zb-v"]
 
@@ -154,8 +154,8 @@ def test_states_that_a_distributed_optimizer_divides() -> None:
         train(4, [*flags, *ours], before=words)
     status, found = compared(*folders)
     assert (status, found["verdict"]) == (0, "same")
-    # 12 parameters of each layer, 2 of the last norm, three tables; for each a main copy, Adam's
-    # two tensors and its step
+    # Number of compared tensors: 12 parameters of each layer, 2 of the last norm and three tables;
+    # for each parameter a main copy, Adam's two tensors and its step.
     assert found["compared"] == {"parameters": 53, "optimizer states": 4 * 53}
     a = read_recording(folders[0])
     assert {dtype for dtype, _ in map(a.full_tensor, a.tensors)} == {"bfloat16", "float32"}

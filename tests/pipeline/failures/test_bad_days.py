@@ -126,7 +126,8 @@ class FullDisk:
     def install(self, rank: int) -> None:
         if rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-            sys.dont_write_bytecode = True  # a .pyc file would be cut off without an error
+            # at the limit of file sizes Python would cut off a .pyc file without an error
+            sys.dont_write_bytecode = True
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class WhileConnecting:
         raise AssertionError("no fault")
 
 
-# By moment of the fault, the position of the failed rank as the other ranks report it.
+# Position of the failed rank as the other ranks report it, by the moment of the fault.
 PLACES = {
     "before the first": "the connecting of the ranks",
     "in the first": r"the connection SEND_F 0>1",

@@ -298,7 +298,7 @@ def keep_the_store(rank: int) -> None:
 
 def fail_with_the_store(rank: int) -> None:
     keep_the_store(rank)
-    # the other rank looks so rarely that this process could have ended long before
+    # The other rank polls so rarely that this process could have ended long before.
     failure_report.LOOK_SECONDS = 2.0
     words = connect_failure_report()
     assert words is not None

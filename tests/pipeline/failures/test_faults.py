@@ -301,7 +301,7 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
     thread, which handles the signal, had ended or was blocked when it wrote that the rank may
     hang."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
-        # rank 0 says the same at that time, or tries to
+        # At the time when rank 2 says so, rank 0 says the same, or tries to.
         running.wait_until_it_says(2, "it may hang")
         time.sleep(0.5)
         running.send_signal(0, signal.SIGTERM)

@@ -237,7 +237,8 @@ def test_layers_of_two_types_are_told_apart(
     stages, trains with the measured file."""
     path = tmp_path / "costs.json"
     mixtures, head = ("--", "-E", "EE", "EE"), 2.5e-3
-    # by kind of pass, how often the output layer's time counts: its W is computed in I
+    # Number of times that the seconds of F, I and W include the output layer's: its W is computed
+    # in I.
     runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))
 
     def takes(stage: int, kind: Kind) -> float:
@@ -376,7 +377,7 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
     def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:
-        # two pipelines of one rank each
+        # The two ranks form two pipelines of one rank each.
         groups: list[Any] = [dist.new_group([0]), dist.new_group([1])]
         # A job is described by its sequence length only.
         monkeypatch.setattr(
@@ -576,8 +577,8 @@ def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     for microbatch in range(microbatches):
         x = torch.ones(100, requires_grad=True)
         with counting.around(parse_action(f"0F{microbatch}")):
-            y = (weight @ x * mask).exp()  # saves x, mask and the result of exp
-            z = (y[:50] * y[50:]).sum()  # saves parts of y
+            y = (weight @ x * mask).exp()  # autograd saves x, mask and the result of exp
+            z = (y[:50] * y[50:]).sum()  # autograd saves two parts of y
         z.backward()
     assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
 
@@ -618,11 +619,11 @@ def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.Monke
         return counting.per_microbatch()
 
     first, last = values(run_ranks(2, counted))
-    # until I: x and tanh(x); until W: tanh(x) and dy
-    # 4 bytes: what remains of a freed output
+    # Stored until I: x and tanh(x), and 4 bytes that remain of a freed output. Stored until W:
+    # tanh(x) and dy.
     assert first[0, Held.ACTIVATION] == pytest.approx(2 * tensor, abs=4)
     assert first[0, Held.WEIGHT_INPUTS] == 2 * tensor
-    # until I: x, tanh(x) and the y of the loss
+    # Stored until I: x, tanh(x) and the y of the loss.
     assert last[1, Held.ACTIVATION] == pytest.approx(3 * tensor, abs=16)
     assert last[1, Held.WEIGHT_INPUTS] == 2 * tensor
 

@@ -48,7 +48,7 @@ def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
             looks = Counter(called)
             dist.barrier()
             for name, calls in looks.items():
-                if calls > 5:  # more often than at the start of the thread
+                if calls > 5:  # more calls than the start of the thread makes
                     assert name in ("acquire", "isnan", "<lambda>")
         else:
             dist.barrier()

@@ -167,7 +167,7 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
     assert ours and ours == pytest.approx(evaluations(reference)[-len(ours) :], rel=share)
     norms = runs[0].norms
     stocks = reference[0].norms[-len(norms) :]
-    # for the first step, and for later ones
+    # Accepted differences of the gradient norm, for the first step and for later ones.
     shares = [16 * ULP] * 2 if precision == "fp32" else [2.0**-8, 2.0**-5]
     assert norms[0] and norms[0] == pytest.approx(stocks[0], rel=shares[0])
     assert norms == pytest.approx(stocks, rel=shares[1])

@@ -33,7 +33,7 @@ RECEIVED = {
     Kind.BACKWARD_INPUT: Kind.RECV_B,
     Kind.FULL_BACKWARD: Kind.RECV_B,
 }
-SECONDS = 0.05  # of a composed pass; the model's own passes take a few milliseconds
+SECONDS = 0.05  # seconds of a composed pass; the model's own passes take a few milliseconds
 
 
 def composed(schedule: PreparedSchedule) -> ComposedStep:

@@ -58,7 +58,8 @@ from tests.helpers.stages import (  # noqa: E402
 
 Place = Callable[[int], Placement]
 
-MICROBATCHES = (1, 2, 5)  # with three ranks: fewer, and not a multiple
+# fewer microbatches than the three ranks, and a number that is no multiple of three
+MICROBATCHES = (1, 2, 5)
 
 
 def check_step(pipeline: Pipeline, transport: CountingTransport, program: Program) -> None:

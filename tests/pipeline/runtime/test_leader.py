@@ -79,7 +79,7 @@ def refuse() -> None:
 
 
 def work_for_ever() -> None:
-    sys.stderr.write(f"{HERE}\n")  # written at the newline
+    sys.stderr.write(f"{HERE}\n")  # the stream writes a line at its newline
     time.sleep(600)
 
 

@@ -327,7 +327,7 @@ TOKEN_OF_IMAGE = -200
 def llava(vp_stage: int, chunks: int | None, layout: str | None = None) -> torch.nn.Module:
     language = transformer_config(chunks) if layout is None else laid_out_config(layout)
     tower, projection = copy.deepcopy(language), copy.deepcopy(language)
-    if layout is not None:  # Megatron would build the encoder by it; a V's own layout stays
+    if layout is not None:  # without this Megatron would apply the layout to the encoder, too
         tower.pipeline_model_parallel_layout = projection.pipeline_model_parallel_layout = None
     tower.num_layers = 2
     tower.vision_model_type = "internvit"  # other vision models need Transformer Engine's norms

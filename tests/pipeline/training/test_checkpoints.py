@@ -111,8 +111,7 @@ def test_loaded_in_parallel() -> None:
         resume(setting, saved(setting, "zb-v"), schedule, ckpt_fully_parallel_load=True)
 
 
-# --- Megatron's default format (dp_reshardable), in which optimizer states cannot move to other
-# pipeline ranks
+# --- Megatron's default format (dp_reshardable) keeps optimizer states on their pipeline ranks
 
 
 def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult]:

@@ -60,7 +60,7 @@ def config(layers: int, chunks: int | None, **settings: Any) -> TransformerConfi
     return small_config(layers, RANKS, virtual_pipeline_model_parallel_size=chunks, **settings)
 
 
-# from the number of chunks a rank and a chunk's number to that chunk
+# Function that makes a chunk, given the number of chunks of a rank and the chunk's number.
 Make = Callable[[int | None, int], Any]
 
 

@@ -113,8 +113,10 @@ def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
     assert_same(runs, reference)
 
 
-# --- several validation sets of different lengths. A test set is built but not evaluated, because
-# Megatron would take it for several sets.
+# --- several validation sets of different lengths
+
+# In these trainings a test set is built but not evaluated, because Megatron would take it for
+# several sets.
 
 
 @functools.cache

@@ -140,9 +140,10 @@ def test_it_is_stock_to_the_last_bit(
     RESULTS[model, placement] = "bitwise"
 
 
-# --- multi-token prediction on the stage before the last, which has the output layer only. On a V
-# the copies of the embedding are on two ranks; a tied model has three copies, whose gradients
-# Megatron adds in another order.
+# --- multi-token prediction on the stage before the last, which has the output layer only
+
+# On a V the model's copies of the embedding are on two ranks. A tied model has three copies, whose
+# gradients Megatron adds in another order.
 
 SEPARATED = Training(
     3,

@@ -69,8 +69,11 @@ SETTINGS: dict[str, Flags] = {
 SCHEDULES = ("zb-h1", "interleaved-zb", "zb-v")
 
 
-# --- optimizers of other packages, each with a function that makes Megatron find its package in a
-# separate process
+# --- optimizers of other packages
+
+# In each of these trainings a function makes Megatron find the optimizer's package, in a separate
+# process.
+
 FUSED: Flags = {
     **SHARDED,
     **AVERAGED,

@@ -212,7 +212,7 @@ def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path
         if otherwise == "one_event":
             assert not wrong and not side_by_side(row)
         else:
-            # only the order of collectives is wrong, not that within a plan
+            # Only the order of collectives is wrong; the order within a plan is right.
             assert wrong and all(isinstance(group, tuple) for group in wrong)
 
 

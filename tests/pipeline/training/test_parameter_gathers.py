@@ -30,7 +30,8 @@ from tests.helpers.ranks import run_ranks, values
 RANKS, STAGES, CHUNKS = 4, 2, 3  # two pipeline ranks and two replicas
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 8, 1, 32, 4, 2
 
-# "gather" (started by the schedule), "late" (by a hook) or "F", and the number of a chunk
+# What happens to a chunk, with its number: "gather" (started by the schedule), "late" (a gather
+# that a hook starts) or "F".
 Event = tuple[str, int]
 
 

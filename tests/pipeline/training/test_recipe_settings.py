@@ -61,7 +61,7 @@ EXPERTS: Flags = {
 }
 UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
 SELECTIVE: Flags = {"recompute_granularity": "selective"}
-# By setting: the number of ranks, and flags.
+# For each setting: the number of ranks, and flags of the training.
 SETTINGS: dict[str, tuple[int, Flags]] = {
     "multi-latent attention": (
         2,

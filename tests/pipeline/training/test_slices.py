@@ -415,7 +415,8 @@ def run_on(ranks: int, model: str, **more: object) -> list[Run]:
         "pipeline_model_parallel_size": 2,
         "untie_embeddings_and_output_weights": True,
         "position_embedding_type": "rope",
-        # by day two for each pipeline rank, as trainings of other tests have
+        # By day each step has two microbatches for each pipeline rank, as trainings of other tests
+        # have.
         "global_batch_size": 8 if IS_NIGHT else 4,
         "train_iters": 3,
         "eval_iters": 1,

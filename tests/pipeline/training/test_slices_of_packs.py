@@ -152,7 +152,8 @@ def run(model: str, **more: object) -> list[Run]:
         "num_layers": 4,
         "position_embedding_type": "rope",
         "untie_embeddings_and_output_weights": True,
-        # by day two for each pipeline rank, as trainings of other tests have
+        # By day each step has two microbatches for each pipeline rank, as trainings of other tests
+        # have.
         "global_batch_size": 8 if IS_NIGHT else 4,
         "train_iters": 3,
         "eval_interval": 3,

@@ -115,7 +115,7 @@ def test_simulate_says_what_a_certificate_is_worth() -> None:
     words = ("simulate", "v-min", "--pp", "2", "-m", "4", "--certify", "0")
     assert "no schedule with this placement and backward pass has a makespan under" in run(*words)
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "2")
-    # such a schedule exists: it repeats every 30
+    # A schedule within 2 microbatches exists: it repeats every 30 units of time.
     assert "no V within 2 microbatches" not in limited
     words = ("simulate", "v-min", "--pp", "8", "-m", "8", "--certify", "0")
     limited = run(*words, "--costs", "f=10,i=12,w=8,comm=1", "--memory-limit", "4")
@@ -217,7 +217,8 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", "3"), "0F3 brings rank 0"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--memory-limit", ""), "memory limit ''"),
         (("plan", "pp=4,m=8", "--memory-limit", ""), "memory limit ''"),
-        # The error said to raise the limit to the least that reasons name, and none named one.
+        # The error used to say that the limit should be raised to the least limit named in the
+        # reasons, but no reason named one.
         (("plan", "pp=4,m=8", "--memory-limit", "1GiB"), "error: the memory limit is 1GiB, but"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "-5"), "'--certify'"),
         (("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "nan"), "'--certify'"),
@@ -283,7 +284,7 @@ def test_doctor_takes_no_more_than_it_needs(tmp_path: Path) -> None:
     command's time."""
 
     def asked() -> None:
-        for name in list(sys.modules):  # everything but torch itself is imported again
+        for name in list(sys.modules):  # except for parts of torch, everything is imported anew
             if name.startswith(("megatron.", "torch._inductor")):
                 del sys.modules[name]
         app(["doctor"], standalone_mode=False)

@@ -151,13 +151,14 @@ def test_a_file_without_a_suffix_is_a_log(tmp_path: Path, monkeypatch: pytest.Mo
         (("pp=4,m=8", "--pipeline-schedule", "zb-v"), "--pipeline-schedule: a plan of sizes"),
         (("pp=4,m=8", "--pipeline-slices", "x"), "--pipeline-slices x: write a number"),
         (("pp=4,m=8", "--pipeline-shedule", "x"), r"No such option:? '?--pipeline-shedule"),
-        # Costs alone refuse tp= and dp=, which were to be written into these sizes.
+        # A plan by costs alone refuses tp= and dp=, which a former error advised to write into
+        # these sizes.
         (("pp=4,m=8", "--world-size", "8"), "only a launch has a world size, and costs alone"),
         ((SIZES, "--world-size", "8"), "only a launch has a world size; write tp= and dp="),
         (("pp=4,m=8", "--pipeline-memory-limit", "5"), "for sizes, write --memory-limit 5"),
-        # The size had no effect.
+        # This size used to have no effect.
         (("pp=4,m=8,distributed-optimizer=true",), "distributed-optimizer needs the sizes of a"),
-        # torchrun's option was no option of plan, which is no help.
+        # The error used to say only that torchrun's option is no option of plan.
         (("torchrun", "--nnodes", "2", "x.py"), "torchrun begins a launch command: write --"),
         (("--gpu", "h100", "python3.12", "x.py", "--bf16"), "python3.12 begins a launch command"),
         (("train.log", "--gpuu"), r"No such option:? '?--gpuu"),

@@ -48,7 +48,8 @@ PAGE = "estimated-costs.md"
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 EVEN = (4, 4, 4, 4)
 TOKENS, WIDTH = 4096, 2048
-# bytes of a token that fused attention stores besides activations: one fp32 value a head
+# Bytes that fused attention stores for a token in addition to activations: one fp32 value for each
+# of 16 heads.
 FIGURES = 4 * 16
 # These are local layers; fused attention would compute its scores a second time in I.
 RUN = Execution(TOKENS, transformer_engine=False, recompute_modules=frozenset())
@@ -142,7 +143,8 @@ def test_local_layers_with_flash_attention_write_no_scores() -> None:
     for kind in (F, I):
         assert engine.seconds[kind][1] < flash.seconds[kind][1] < local.seconds[kind][1]
     assert engine.seconds[W] == flash.seconds[W] == local.seconds[W]
-    of_scores = 4 * TOKENS * 16 * (2 * TOKENS - 4)  # a figure a head in place of its scores
+    # fused attention stores a value for each token and head in place of the scores
+    of_scores = 4 * TOKENS * 16 * (2 * TOKENS - 4)
     activations = [held(costs, Held.ACTIVATION)[1] for costs in (local, flash)]
     assert activations[0] - activations[1] == of_scores
 
@@ -162,7 +164,7 @@ def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
         )
         for fused, modules in ((False, []), (True, []), (False, ["core_attn"]))
     )
-    # seconds of 4 layers with 16 heads, in 16 bits
+    # Seconds to move the score matrices of 4 layers with 16 heads once, in 16 bits.
     matrices = 4 * 16 * TOKENS**2 * 2 / moving.memory
     dropped = 2.5 if dropout else 0
     # Bytes that local kernels move in addition for each element between layers: two dropouts with
@@ -227,7 +229,7 @@ def test_recomputed_modules_are_not_stored(modules: list[str], stored: int) -> N
     assert costs.host is not None
     for kind in (Kind.OFFLOAD_F, Kind.RELOAD_F):
         assert costs.host.seconds[kind][1] == pytest.approx(kept / WHOLE.host)
-    # operations of the recomputed MLP
+    # Operations that I repeats if the MLP is recomputed.
     products = 4 * TOKENS * 2 * 8 * WIDTH**2 if "mlp" in modules else 0
     more = costs.seconds[I][1] - costs_of(fused=True).seconds[I][1]
     assert more * WHOLE.linear == pytest.approx(products)
@@ -309,7 +311,8 @@ def test_the_output_layer_is_on_the_last_stage() -> None:
     for kind in (F, I, W):
         assert costs.seconds[kind][:3] == without.seconds[kind][:3]
         assert costs.seconds[kind][3] == pytest.approx(without.seconds[kind][3] + head)
-    # bytes in fp32 until I; then the gradient in 16 bits, and the layer's input
+    # Additional bytes of the last stage: until I the logits in fp32; until W their gradient in 16
+    # bits, and the layer's input.
     logits = TOKENS * 50304
     more = {Held.ACTIVATION: 4 * logits, Held.WEIGHT_INPUTS: 2 * (logits + TOKENS * WIDTH)}
     for kept, expected in more.items():
@@ -521,7 +524,7 @@ def test_a_ring_of_context_parallel_ranks_merges_its_steps(ranks: int, later: in
     passes = [o.moved.forward / (2 * TOKENS * WIDTH) for o in merging]
     assert passes == pytest.approx([2 + 3 * 0.75 * later] if later else [])
     backward = [o.moved.input_gradient / (2 * TOKENS * WIDTH) for o in merging]
-    # for queries, keys and values
+    # In I, later steps merge three gradients: those of queries, keys and values.
     assert backward == pytest.approx([2 + 3 * 3 * 0.75 * later] if later else [])
     at_once = replace(run, context_exchange="all_gather")
     assert "merging" not in [o.name for o in part_of("*", gpt(1), at_once).operations]
@@ -603,7 +606,8 @@ def test_quantized_products_are_quicker_and_casts_take_memory(name: str) -> None
     the output layer stay in 16 bits."""
     gpu, model = GPUS[name], gpt(4, 50304)
     sheet = DATA_SHEETS[name]
-    most = 4.4 if name == "vr200" else 2.1  # VR200 has more units for 8 and for 4 bits
+    # largest ratio of FP8 to bf16: VR200 has more units for 8 and for 4 bits
+    most = 4.4 if name == "vr200" else 2.1
     assert sheet.source.startswith("https://") and sheet.fp8 < most * sheet.bf16
     plain = costs_of((4,), gpu.rates(), model=model, fused=True)
     for precision in (Precision.FP8, Precision.FP4):

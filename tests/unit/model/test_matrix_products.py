@@ -104,7 +104,7 @@ def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
         for run in (fp8, mxfp8)
     )
     assert many[:2] == one[:2]
-    # to 1 %, because of the gap between kernels
+    # The factor holds to 1 %, because of the gap between kernels.
     assert many[2] == pytest.approx(MXFP8_WEIGHTS * one[2], rel=0.01)
 
 
@@ -163,7 +163,8 @@ def test_rings_of_many_nodes_are_slower_in_plain_pytorch() -> None:
         return few, many
 
     few, many = of_nodes(Framework.PYTORCH)
-    # a ring moves 255 of 256 parts, the other one 31 of 32
+    # The tolerance covers the ends of the rings: 256 ranks move 255 of 256 parts, 32 ranks 31 of
+    # 32.
     assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.03)
     full, as_full = of_nodes(Framework.MEGATRON)
     assert as_full == pytest.approx(full, rel=0.03)
@@ -245,8 +246,8 @@ def test_temporary_tensors_of_the_loss() -> None:
     run = Execution(4096)
     assert temporary_bytes(model, stage, run) == logits * 2
     fused = temporary_bytes(model, stage, replace(run, loss_fusion=True))
-    # of attention: gradients of the output, and of queries, keys and values twice; and a sum in
-    # fp32
+    # Temporary bytes of attention: gradients of the output, and of queries, keys and values twice;
+    # and a sum in fp32.
     assert fused == 4096 * 1024 * (2 * (1 + 6) + 4 + 2 * 2), "of the layer"
     parts = temporary_bytes(model, stage, run, loss_share=1 / 4)
     assert parts == logits * 2 / 4, "of a vocabulary that is partitioned over four ranks"

@@ -50,7 +50,8 @@ def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None
 
 def test_a_pair_takes_no_less_than_its_messages() -> None:
     layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
-    assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0  # 4 would be 2 + 2
+    # the computing time of both passes, as the two passes alone would hide 2 + 2
+    assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0
 
 
 def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -> None:

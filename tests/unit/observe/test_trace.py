@@ -257,7 +257,7 @@ def _timeless(events: Events) -> Events:
     [
         (_with("ts", "soon"), r"event \d+: ts is 'soon'; a finite number is expected"),
         (_with("ts", float("nan")), "ts is nan"),
-        # this number raised an OverflowError
+        # This number used to raise an OverflowError.
         (_with("ts", 10**400), "ts is 1000.*; a finite number is expected"),
         (_with("pid", 10**400), "pid is 1000.*; a whole number from 0 is expected"),
         (_with("dur", None), "dur is None"),

@@ -601,12 +601,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
     text = plan()
     assert " ".join(report["written"]["added"]) in text and "makespan" not in text
-    # no gain is given, because 15 layers cannot be trained on 2 ranks as they are
+    # The report gives no gain, because 15 layers cannot be trained on 2 ranks without a layout.
     assert report["spread"] is None
     assert "memory under" in plan("--all")
-    # The command names no GPU, like many launch commands.
+    # The planned command names no GPU, like many launch commands.
     assert "times are an H100's, and its memory is not compared" in command(sizes=TEXT)
-    # Measured times replace the estimated ones; the model's bytes stay.
+    # Given times replace the estimated ones; the estimated bytes of the model stay.
     costs = ("--costs", "f=10,i=12,w=8,output_layer=2/2/2")
     measured = taken(json.loads(command(*costs, "--json", sizes=TEXT)))
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
@@ -649,7 +649,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
     assert ranks[1]["temporary"] == 2 * logits
     assert ranks[0]["temporary"] == pytest.approx(whole_layer, rel=0.7)
     for rank in ranks:
-        # NCCL's buffers for the pipeline's ring are part of it
+        # The context includes NCCL's buffers for the pipeline's ring.
         assert rank["context"] == 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20
         assert rank["total"] == sum(bytes for name, bytes in rank.items() if name != "total")
     fullest = max(rank["total"] for rank in ranks)
@@ -685,7 +685,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
             "hidden 1024 cannot be split evenly over 7 heads: give head-width",
         ),
         (f"{TEXT},kv-heads=3", "h100", "heads 8 are no multiple of kv-heads 3"),
-        (  # this was planned with a third of a head
+        (  # such a size used to be planned, with a third of a head
             f"{TEXT},tp=3",
             "h100",
             "tp=3: heads 8 cannot be split evenly over 3 tensor-parallel ranks",

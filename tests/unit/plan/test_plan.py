@@ -80,7 +80,7 @@ def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
 def test_a_limit_omits_what_does_not_fit() -> None:
     reports = [candidate.report for candidate in plan(4, specs_with_few_chunks).candidates]
     (gpipe,) = (made for made in reports if made.schedule == "gpipe")
-    # it stores 8 microbatches unless some are recomputed
+    # gpipe stores all 8 microbatches unless some are recomputed.
     assert gpipe.recomputed and gpipe.peak <= 4
     assert gpipe.options.recompute.fit
     assert all(made.peak <= 4 for made in reports) and reports

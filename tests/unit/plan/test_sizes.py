@@ -92,7 +92,7 @@ def measured() -> dict[str, list[tuple[SizedJob, float]]]:
         execution = replace(job.execution, sequence=row.size("seq"), framework=Framework.PYTORCH)
         state = replace(job.state, gradient_bytes=2)
         job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
-        job = replace(job, memory=None)  # it ran, so memory is no limit
+        job = replace(job, memory=None)  # the configuration has been run, so memory is no limit
         sets[row.job].append((job, row.seconds))
     return sets
 
@@ -186,7 +186,8 @@ def test_space_has_all_divisions_once() -> None:
         copies = sizes.data_parallel(job.gpus)
         assert copies * sizes.tensor * sizes.pipeline * sizes.context == 8
         assert copies * sizes.micro_batch * job.microbatches(sizes) == 32
-        assert sizes.context <= 2  # of 2,048 tokens a rank has at least 1,024
+        # each context-parallel rank has at least 1,024 of the 2,048 tokens
+        assert sizes.context <= 2
     by_hand = {
         (t, c, 8 // t // c // d)
         for t in (1, 2, 4, 8)
@@ -212,7 +213,8 @@ def test_space_of_experts() -> None:
 
 def test_layers_are_balanced_with_the_ends_of_the_pipeline() -> None:
     assert least_maximum(8, 1.0, (0.5, 0.5), 4) == 2.5
-    # 3, 3 and 2 layers without the end, or 1 with it
+    # Layers on four ranks: 3, 3 and 2, and none on the last, whose end takes as long as two layers;
+    # or 3, 2, 2 and 1.
     assert least_maximum(8, 1.0, (0.0, 2.0), 4) == 3.0
     assert least_maximum(8, 1.0, (3.0, 0.0), 4) == 3.0
     assert least_maximum(8, 1.0, (1.0, 1.0), 1) == 9.0  # on one rank both ends count

@@ -56,7 +56,7 @@ def test_a_model_has_the_gain_of_each_part(tmp_path: Path) -> None:
     plan = partial(planned, "--gpu", "h100", sizes=f"{MODEL},pp=4,m=8,dp=4")
     told = json.loads(plan("--lengths", file, "--json"))
     gains = told["unequal"]
-    # the vocabulary is split, so no program of its own
+    # The plan splits the vocabulary, so unequal microbatches get no program of their own.
     assert 0 < gains["order"] < gains["deal"] and gains["program"] is None
     assert (gains["steps"], gains["microbatches"], gains["replicas"]) == (4, 8, 4)
     assert gains["seconds"] < told["verdict"]["taken"]["seconds"]

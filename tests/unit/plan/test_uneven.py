@@ -27,11 +27,12 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds
 from scripts.benchmarks import uneven
 from tests.helpers.combinations import at_night
 
-# step time over a step without a bubble: with even layers, and the most that a layout may take
+# For each encoder and placement, the step time as a multiple of a step without a bubble: with even
+# layers, and the most that a layout may take.
 TOWERS = {
     ("trained", uneven.LINE): (1.716, 1.26),
     ("trained", uneven.V): (1.636, 1.18),
-    # the least of all layouts with whole layers, by exhaustive search
+    # The second number is the least of all layouts with whole layers, by exhaustive search.
     ("frozen", uneven.LINE): (1.367, 1.29),
     ("frozen", uneven.V): (1.226, 1.20),
 }

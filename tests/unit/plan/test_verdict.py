@@ -202,19 +202,20 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     assert found.taken is layout and found.stock is layout
     text = told(found)
     assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
-    # The plan used to say so also of a search that ended early; a second plan of the command that
-    # it wrote then found 4 % more.
+    # The plan used to print the same if a search had ended early. A second plan, of the command
+    # that the first one wrote, then found a step that was 4 % shorter.
     short = "\n".join(told(found, is_short=True, unfinished=("layouts", "passes in pairs")))
     unfinished = "layouts, passes in pairs"
     assert f"(Megatron's own; not all of ours were compared in time: {unfinished})" in short
-    # Our schedule is taken if it saves memory at the same time, and its part is printed separately.
+    # Our schedule is taken if it saves memory in the same time, and our part of the gain is printed
+    # separately.
     lean = way("zb-v", 0.790, 20)
     found = verdict_of(own, [lean, layout])
     assert found.taken is lean and found.stock is layout
     rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
     first, second = (next(row for row in rows if row.startswith(head)) for head in ("fir", "gain"))
     assert "--num-virtual-stages-per-pipeline-rank 4" in first and "21.4% shorter" in first
-    # "0.4% by ours" used to stand here; the number was negative and gave no reason.
+    # This row used to end in "0.4% by ours", although that part was negative, and gave no reason.
     assert second.endswith(
         "21.4% by Megatron's own flags (--num-virtual-stages-per-pipeline-rank 4), and ours take "
         "7 GiB less in the same time"
@@ -349,7 +350,7 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
     (gain,) = (row for row in rows if row.startswith("gain:"))
     of_stock = "24.1% by Megatron's own flags (--overlap-moe-expert-parallel-comm), 2.4% by ours"
     assert "26.5% shorter" in gain and of_stock in gain
-    # A schedule that adds less than 2 % to it is not recommended.
+    # A schedule of ours that shortens the step by less than 2 % in addition is not recommended.
     assert verdict_of(own, [flag, way("zb-v", 19.0, 56, pairs=8)]).taken is flag
 
 

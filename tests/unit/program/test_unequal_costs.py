@@ -61,7 +61,7 @@ def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> No
 
 
 def test_on_one_rank_a_step_takes_the_sum_of_the_slowest_replica() -> None:
-    # in order of arrival the replicas take 30 and 10
+    # Costs of eight microbatches. Dealt in order of arrival, the two replicas take 30 and 10.
     costs = np.array([[9.0, 1, 8, 2, 7, 3, 6, 4]])
     made = with_unequal_microbatches(program("1f1b", 1, 4), dict.fromkeys(PASSES, costs), 2)
     assert (made.arrival, made.ordered) == (30 * 30, 30 * 30)
@@ -121,8 +121,8 @@ def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) ->
     file.write_text("4+2+3\n6, 7\n")
     made = read_loads(file, BatchSize(2, 1, 1, 16))
     assert made.tokens.tolist() == [[9 / 16, 13 / 16]]
-    # The pairs of tokens that attend to one another: 4 x 4 / 2 of the prompt, 2 x 4 + 2 x 2 / 2,
-    # ...
+    # Pairs of tokens that attend to one another: 4 x 4 / 2 within the prompt, 2 x 4 + 2 x 2 / 2 for
+    # the first answer, and 3 x 4 + 3 x 3 / 2 for the second.
     pairs = 16 / 2 + (2 * 4 + 4 / 2) + (3 * 4 + 9 / 2)
     assert made.squares.tolist() == [[2 * pairs / 256, (36 + 49) / 256]]
     padded = read_loads(file, BatchSize(2, 1, 1, 16, is_padded=True))

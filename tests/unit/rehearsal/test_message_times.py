@@ -96,7 +96,7 @@ def test_the_time_begins_at_the_first_pass_or_message(monkeypatch: pytest.Monkey
     now = 200.0
     times.begin_time()
     now = 200.125
-    times.begin_time()  # the second pass changes nothing
+    times.begin_time()  # the step's second pass does not change its begin
     times.post(["SEND_F 0>1"]).wait()
     now = 300.0
     times.post(["SEND_F 0>1"]).wait()

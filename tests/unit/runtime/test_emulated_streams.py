@@ -107,7 +107,7 @@ def test_what_waits(cuda: Emulated, how: str) -> None:
         x.sum()
     assert not cuda.found
     assert cuda.device.findings.crossings == {("the main stream", "stream 1"): 1}
-    x = torch.ones(2)  # after the wait
+    x = torch.ones(2)  # this tensor is made after the wait
     with cuda.stream(side):
         x.sum()
     assert len(cuda.found) == 1

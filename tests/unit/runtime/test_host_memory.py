@@ -124,7 +124,7 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
         *ROW[:2],
         parse_action("0OFFLOAD_F2"),
         *ROW[2:],
-    )  # three microbatches at once, of 1 GiB each
+    )  # this row offloads three microbatches at once, of 1 GiB each
     row_with_more = tuple(dict.fromkeys(more))
 
     def run(rank: int) -> list[str]:
@@ -134,7 +134,7 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**30)
         for turn in (0, 1):
             if turn == rank:
-                for _ in range(2):  # the second time it adds nothing
+                for _ in range(2):  # the second check of a program adds nothing
                     try:
                         told.append(memory.check(row_with_more, COSTS))
                     except ShortOfHostMemory as error:

@@ -72,7 +72,7 @@ def test_exact_inverse(case: Case) -> None:
     read = from_csv(to_csv(case.schedule), "random")
     assert read.name == "random"
     assert to_csv(read) == to_csv(case.schedule)
-    # schedules that open on the first rank are reversed
+    # Schedules that open on the first rank are reversed when they are read.
     if not opens_on_first_rank(case.schedule.placement.rank_of):
         assert read.rows == case.schedule.rows
         assert read.placement.rank_of == case.schedule.placement.rank_of

@@ -23,14 +23,15 @@ from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import IS_NIGHT
 
-ROUNDING = 1e-9  # relative to a number
-NEARLY = 0.01  # relative; costs place W, and may place it otherwise in a longer step
-PROBLEMS = 12 if IS_NIGHT else 2  # random ones of each family
+ROUNDING = 1e-9  # accepted relative difference by rounding
+NEARLY = 0.01  # accepted relative difference if costs place W, perhaps differently in a longer step
+PROBLEMS = 12 if IS_NIGHT else 2  # number of random problems of each family
 
 FAMILIES = [name for name, entry in entries().items() if not entry.traits.searches]
 # Families in which some rank holds all microbatches, or a share of them, until the end.
 GROW = ("gpipe", "breadth-first", "2bp", "hanayo")
-# Other costs give another order of W, and another number of microbatches may do so, too.
+# Families that use costs. With other costs, or another number of microbatches, they may give W
+# another order.
 BY_COSTS = [name for name in FAMILIES if entries()[name].traits.uses_costs]
 
 

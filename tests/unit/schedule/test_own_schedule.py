@@ -28,7 +28,7 @@ EXAMPLES = {
     block.splitlines()[0].removeprefix("# "): block
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
-COSTS = (10, 12, 8, 5)  # the costs of the page
+COSTS = (10, 12, 8, 5)  # costs that the page uses
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
         resolved = choose(str(path))
         resolved.place(2)
         resolved.build(line_problem(2, 2))
-    choose("1f1b").build(line_problem(2, 2))  # and this project's families work as before
+    choose("1f1b").build(line_problem(2, 2))  # this project's families work as before
 
 
 def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
@@ -351,7 +351,8 @@ def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.M
                     resolved.place(2)
                     resolved.build(line_problem(2, 2))
         assert told and not rings
-        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100  # and it still runs
+        # the timer of other code still runs
+        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100
     finally:
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *timer)

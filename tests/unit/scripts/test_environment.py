@@ -18,7 +18,7 @@ BASE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 
 SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
-# Runs its arguments in an interpreter that has been made to look like another one.
+# Script that runs its arguments in an interpreter which is made to look like another one.
 DISGUISED = f"""#!/bin/sh
 shift
 exec '{BASE_PYTHON}' -c 'import sys

@@ -74,7 +74,8 @@ def test_one_job_is_predicted() -> None:
     microbatches, under its four schedules."""
     found = predict(ZERO_BUBBLE, lambda: None)
     assert len(found) == 4 and pairs_in_order(found) == (5, 5)
-    # The last stage, whose vocabulary size is assumed, is estimated longer than the others.
+    # Predicted steps are too long: the vocabulary size is assumed, and with it the last stage is
+    # estimated longer than the others.
     assert all(1.0 < one.ratio < 1.15 for one in found)
     assert all(one.peak_ratio and 0.85 < one.peak_ratio < 1.05 for one in found)
     gains = over_1f1b(found)
@@ -103,7 +104,7 @@ def test_stage_times_are_compared_by_pass() -> None:
     assert len(stages) == 22
     ratios = ratios_by_pass(stages)
     assert len(ratios["zero bubble", "W"]) == 6
-    # The rates of an A100 and of its dropout come from half of these rows.
+    # The estimate's rates of an A100, and of its dropout, come from half of these rows.
     assert all(0.99 < ratio < 1.01 for ratio in ratios["zero bubble", "W"])
     assert all(0.9 < ratio < 1.02 for ratio in ratios["zero bubble", "F"])
 

@@ -34,7 +34,8 @@ def recipes() -> list[Recipe]:
     models, made = read_models(), []
     for name, raw in read_recipes(RECIPES).items():
         if "_sft_" in name or "_peft_" in name:
-            with contextlib.suppress(ValueError):  # settings of Megatron's own
+            # a recipe whose settings only Megatron itself supports is skipped
+            with contextlib.suppress(ValueError):
                 made.append(resolve(name, raw, models))
     return made
 

@@ -74,7 +74,7 @@ def test_a_row_of_the_table_has_computed_figures(
     The table used to give 2802 as Megatron's best step with a large vocabulary, where ``plan``
     finds 2174, and compared two steps of unequal microbatches with different baselines.
     """
-    # the searches of a user, longer than those of tests
+    # searches as long as a user's, longer than those of other tests
     monkeypatch.setattr(best, "effort", effort)
     assert rows_of(README.read_text())[of_table.where] == line_of(of_table)
 

@@ -224,8 +224,9 @@ def test_what_name_model_and_bridge_say_besides() -> None:
     assert recipe.settings["multi_latent_attention"] is True
     assert (recipe.schedule, recipe.ranks) == ("zb-h1", 16)
     assert recipe.bubble == pytest.approx(15 / (256 + 15))
-    # The recipe's layout has an m. Without the layout and the setting, its model has one depth, and
-    # the name may say that there is none.
+    # The recipe's layout contains an m, a layer of multi-token prediction. If neither the layout
+    # nor the setting gives the depths, they are the model's one depth, unless the recipe's name
+    # says that there is none.
     no_depths = {"model.mtp_num_layers": None}
     assert understood(DEEPSEEK, **no_depths).settings["mtp_num_layers"] == 1
     layout = {"model.pipeline_model_parallel_layout": None}

@@ -35,7 +35,7 @@ from tests.helpers.combinations import nightly
 def test_a_page_has_the_figures_of_searches(
     simulated: SimulatedTable | SimulatedSentence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the searches of a user, longer than those of tests
+    # searches as long as a user's, longer than those of other tests
     monkeypatch.setattr(best, "effort", effort)
     page = (ROOT / simulated.page).read_text()
     assert simulated.written_into(page) == page, (

@@ -67,10 +67,11 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
     made = predicted[row]
     parameters = 40 * (4 * 5120**2 + 3 * 5120 * 13824 + 2 * 5120) + 2 * 128_000 * 5120
     model = parameters * (2 + 2 + 12 / 32)
-    layer = 2 * (4 + 3 + 2 + 1) * 5120 + 2 * 4 * 13824  # bytes of a token
+    layer = 2 * (4 + 3 + 2 + 1) * 5120 + 2 * 4 * 13824  # stored bytes of a token in one layer
     elements = 2048 * 128_000  # logits: the softmax in fp32, and two gradients
     activations, loss = 40 * 2048 * layer + 4 * elements, 8 * elements
-    context = 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20  # one communicator
+    # bytes of CUDA's context, and of one communicator
+    context = 0.66e9 + 64 * 2**20 + 24 * 12 * 2**20
     assert made.fullest == pytest.approx(model + activations + loss + context, rel=2e-3)
     reserved = RESERVED_SHARE * (activations + loss)
     usable = USABLE * 79 * 2**30

@@ -43,7 +43,7 @@ def test_recipes_that_wait_long_are_the_trials() -> None:
         if "_sft_" in name or "_peft_" in name:
             try:
                 recipes.append(resolve(name, raw, models))
-            except ValueError:  # settings of Megatron itself
+            except ValueError:  # a recipe whose settings only Megatron itself supports is skipped
                 continue
     waiting = [recipe for recipe in recipes if waits_long(recipe)]
     classes = Counter(map(class_of, waiting))

@@ -14,7 +14,8 @@ from megatron_ext.base import progress
 from megatron_ext.search import disk_cache
 
 ROOT = Path(__file__).resolve().parents[3] / "megatron_ext"
-# Text, files, progress, and the settings of features, which only say how flags are read.
+# Packages that do not affect what a search finds: text, files and progress, and the settings of
+# features, which only say how flags are read.
 NO_RESULTS = {"base", "features"}
 
 

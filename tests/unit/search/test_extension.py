@@ -86,7 +86,8 @@ def test_what_does_not_repeat_well_is_not_all_that_is_tried() -> None:
     problem = problem_of("1f1b-v", 4, 16, 4)
     other = with_microbatches(problem, 64)
     made = extended(choose("1f1b-v").build(problem), other)
-    # a search finds 1948; repeated, the step takes 2066
+    # A search for 64 microbatches finds a makespan of 1948. With a period that is only repeated,
+    # the step takes 2066.
     assert makespan(complete(made, other)) <= 1950
 
 

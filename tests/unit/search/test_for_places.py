@@ -122,7 +122,7 @@ def test_any_plan_packs_soundly(
     packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
-    ran = complete(schedule, problem)  # within the limit
+    ran = complete(schedule, problem)  # raises if the schedule is not within the limit
     makespan = simulate(ran, problem.costs).makespan
     assert lower_bound(problem, splits_backward=True) <= makespan * (1 + 1e-9)
     instant = replace(problem, costs=problem.costs.with_links(p2p_seconds=0.0))

@@ -110,7 +110,7 @@ def test_any_plan_packs_soundly(
     packed = packers_of(shop, packer).justified(random_plan(Random(seed), shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
-    complete(schedule, problem)  # within the limit
+    complete(schedule, problem)  # raises if the schedule is not within the limit
     instant = replace(problem, costs=uniform(placement, 10, 12, 8, 0))
     ran = complete(schedule, instant)
     assert simulate(ran, instant.costs).makespan <= packed.makespan * shop.tick + 1e-6
@@ -158,7 +158,8 @@ def test_costs_become_whole_ticks() -> None:
     assert shop.predecessors[2][0][1] == ticks[3] and shop.work >= 1000
     assert (shop.limit, shop.microbatch_memory) == (3, (2, 2))
     assert job_shop_of(usual(v(2), 4, 1.99)).limit == 3
-    assert job_shop_of(usual(loop(2, vpp=3), 4, 4 / 3)).limit == 4  # despite its rounding
+    # 4/3 microbatches are 4 chunks, although 4/3 is rounded
+    assert job_shop_of(usual(loop(2, vpp=3), 4, 4 / 3)).limit == 4
 
 
 def test_costs_without_a_common_unit_become_ticks_too() -> None:

@@ -54,7 +54,8 @@ def test_any_choice_of_recompute_packs_soundly(
     rows = rows_of(packed.starts, placement, shop.recompute_actions)
     made = {(a.stage, a.microbatch) for row in rows for a in row if a.kind is Kind.RECOMPUTE}
     assert made == {tuple(place) for place in np.argwhere(recomputed).tolist()}
-    complete(Schedule("packed", placement, rows), problem)  # within the limit
+    # raises if the schedule is not within the limit
+    complete(Schedule("packed", placement, rows), problem)
     back = starts_of(rows, shop)
     assert rows_of(back, placement, shop.recompute_actions) == rows
     assert end_of(back, shop) <= packed.makespan
@@ -77,7 +78,7 @@ def test_a_search_chooses_what_is_recomputed(limit: float) -> None:
 
 
 def test_what_takes_the_least_there_is_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_search, "shifted", None)  # would fail if called
+    monkeypatch.setattr(recompute_search, "shifted", None)  # a call would fail
     problem = usual(v(2), 4, 1.5).with_options(recompute=Recompute(fit=True))
     assert recompute_search.search_with_recompute(problem, [], 1e9, little_effort())
     with pytest.raises(TypeError):
@@ -123,7 +124,7 @@ def test_what_was_found_is_made_longer_and_shorter(microbatches: int) -> None:
     schedule = replace(schedule, rows=schedule.compute_rows)
     problem = replace(known, microbatches=microbatches)
     made = extended(schedule, problem)
-    program = complete(made, problem)  # within the limit
+    program = complete(made, problem)  # raises if the schedule is not within the limit
     assert bitwise_order(made)
     before, after = map(recomputed_share, (schedule, program.schedule))
     assert before > 0 and after == pytest.approx(before, abs=0.2)

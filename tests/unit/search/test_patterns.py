@@ -49,9 +49,9 @@ pytestmark = pytest.mark.search
 
 FourCosts = tuple[float, float, float, float]  # f, i, w, comm
 CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
-Many = npt.NDArray[np.int_]  # a row is a way, by rank and lane
+Many = npt.NDArray[np.int_]  # each row of the array is an arrangement, by rank and lane
 EQUAL = (1, 1, 1, 1, 1, 1)
-USUAL = (5, 5, 6, 6, 4, 4)  # 10:12:8
+USUAL = (5, 5, 6, 6, 4, 4)  # ticks of passes with F : I : W as 10 : 12 : 8
 
 
 def ranks_of(ticks: Sequence[Sequence[int]], chunks: float) -> list[RankWork]:
@@ -361,9 +361,9 @@ def test_only_a_v_has_them() -> None:
 def test_excluded_period_is_that_of_the_work_at_least() -> None:
     assert excluded_period(problem_of(8, 32, 4), seconds=0) == 30
     assert excluded_period(problem_of(8, 32, 5), seconds=9) is None
-    halves = (1.25, 1.5, 1, 0.125)  # 30 units of an eighth
+    halves = (1.25, 1.5, 1, 0.125)  # costs in eighths: the work of a microbatch is 30 eighths
     assert excluded_period(problem_of(8, 32, 4, halves), seconds=0) == pytest.approx(30 / 8)
-    # these costs are rounded to ticks, so nothing is proved
+    # These costs are rounded to ticks, so no period is excluded.
     unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)
     assert excluded_period(problem_of(8, 32, 4, unrelated), seconds=0) is None
 

@@ -182,7 +182,7 @@ def test_never_worse_than_another_family(p: int, m: int, costs: FourCosts) -> No
 def test_nothing_is_searched_for_where_a_known_schedule_takes_the_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(best_room, "search", None)  # would fail if called
+    monkeypatch.setattr(best_room, "search", None)  # a call would fail
     # 24 of work, and the way to the first F
     assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5
 
@@ -202,7 +202,7 @@ def test_second_time_comes_from_the_cache(cache: Path, monkeypatch: pytest.Monke
     problem = v_problem(3, 6, limit="2")
     first = best(problem)
     assert [path.suffix for path in cache.iterdir()] == [".csv"]
-    monkeypatch.setattr(best_room, "searched", None)  # would fail if called
+    monkeypatch.setattr(best_room, "searched", None)  # a call would fail
     assert best(problem).digest == first.digest
 
 

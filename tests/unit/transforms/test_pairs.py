@@ -143,7 +143,8 @@ def test_both_are_held_at_once() -> None:
     assert peaks(proved(together, limited).schedule, amount)[0] == 1.5
 
 
-# Overlapped passes, the text that is replaced in the rows and its replacement, and the refusal.
+# Refused overlaps by their reason: the overlapped passes, a text in the rows, the text that
+# replaces it, and the error.
 REFUSALS = {
     "its own": (
         ["(3F1;3I1)OVERLAP_F_B"], "3F1 3I0 3I1", "3I0 3F1 3I1", r"3I1 needs 3F1",
@@ -163,7 +164,8 @@ REFUSALS = {
     "other rank": (
         ["(3F1;2I0)OVERLAP_F_B"], "", "", r"3I0 comes right after 3F1",
     ),
-    # The output of 2F1 is sent after 2I0, which needs 3I0, which runs after 3F1, which needs 2F1.
+    # 2F1 and 2I0 cannot overlap: 2F1's output is sent after 2I0, which needs 3I0, which runs after
+    # 3F1, which needs 2F1's output.
     "through another rank": (
         ["(2F1;2I0)OVERLAP_F_B"], "", "",
         r"it would hang: 2RECV_B0 waits for 3SEND_B0 waits for 3I0 waits for 3F1 waits for "
@@ -219,7 +221,8 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
     schedule, costs = program.schedule, program.problem.costs
     assert schedule.pairs
     assert bitwise_order(schedule)
-    # One queue does not show the swaps of messages in one batch.
+    # A device with one queue is left out with batched messages: it does not show the swaps of
+    # messages in one batch.
     devices = list(Device)[: 2 if p2p is P2P.BATCHED else 3]
     for device in devices:
         timeline = simulate(program, costs, device)
@@ -481,7 +484,8 @@ def test_commands(tmp_path: Path) -> None:
     svg, page = tmp_path / "x.svg", tmp_path / "x.html"
     told = run("simulate", *asked, "--csv", str(csv), "--plot", str(svg), "--html", str(page))
     assert "pairs of passes" in told
-    # Both timelines of a picture were called dualpipe-v, whether its passes ran in pairs or not.
+    # Both timelines of a picture used to be called dualpipe-v, whether passes overlapped in them or
+    # not.
     titles = re.findall(r"(dualpipe-v.*): bubble", svg.read_text())
     assert [run["title"] for run in data_in(page.read_text())["runs"]] == titles
     assert titles == ["dualpipe-v", "dualpipe-v, pairing of passes"]

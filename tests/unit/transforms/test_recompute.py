@@ -132,7 +132,7 @@ def test_in_bytes_the_input_is_what_comes_from_the_stage_before() -> None:
         LinkCosts(message_bytes=7.0),
     )
     amount = in_bytes(costs)
-    # the first stage's input are tokens, which count as nothing
+    # The inputs of the first stage are tokens, whose bytes are not counted.
     assert [amount(Held.INPUT, stage) for stage in (0, 1)] == [0.0, 7.0]
     amount = in_bytes(costs.with_links(message_bytes=0.0))
     assert amount(Held.INPUT, 1) == 10.0

@@ -437,7 +437,7 @@ def test_costs_of_slices() -> None:
     parts = problem.parts(0)
     assert [costs.of(Action(0, F, part)) for part in parts] == [1.25, 1.75, 2.25, 2.75]
     assert [costs.of(Action(0, W, part)) for part in parts] == [1, 1, 1, 1]
-    # half of I and W together, all of it in I
+    # Attention takes half of the seconds of I and W together, all of them in I.
     assert [costs.of(Action(0, I, part)) for part in parts] == [1.5, 2.5, 3.5, 4.5]
     assert costs.of(Action(0, Kind.SEND_F, parts[0])) == pytest.approx(0.2 + 0.8 / 4)
     assert costs.of(Action(0, F, 0)) == 8 and costs.of(Action(0, Kind.SEND_F, 0)) == 1
@@ -563,7 +563,8 @@ def test_recompute_keeps_keys_and_values() -> None:
     problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_options(recompute=Recompute(first=1))
     program = build_program(choose("1f1b"), problem)
     assert program.text == "0F0.0,0F0.1,0R0.1,0B0.1,0R0.0,0B0.0\n"
-    # Half of the input, 6.4, and of keys and values, 16, in F; the rest of 32 in R.
+    # F of each of the two slices stores half of the input's 6.4 bytes and half of the keys' and
+    # values' 16; R stores the rest of the slice's 32.
     curve = memory_curve(program.schedule.rows[0], in_bytes(problem.costs))
     assert curve == pytest.approx([11.2, 22.4, 43.2, 59.2, 48, 48])
 

@@ -31,7 +31,7 @@ from tests.helpers.reference_runs import run, runs_to_end
 from tests.helpers.schedules import with_messages
 
 NONE, ONE, TWO = VocabularyParallel
-MORE = {ONE: 2, TWO: 1}  # additional intervals, and additional microbatches in memory
+MORE = {ONE: 2, TWO: 1}  # additional intervals, which are as many additional microbatches in memory
 LINES, VS = ("1f1b", "zb-h1", "gpipe", "zb-h2"), ("zb-v", "v-half", "v-min", "1f1b-v")
 LAYERS_HOLD = (Held.ACTIVATION, Held.WEIGHT_INPUTS)
 PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -132,7 +132,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
         assert (
             after <= before + MORE[problem.options.vocab_parallel] + 1e-9
-        )  # in shares of a rank's work
+        )  # memory is counted in microbatches
 
 
 @settings(PROPERTY, max_examples=60)
