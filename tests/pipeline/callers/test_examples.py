@@ -128,7 +128,7 @@ def test_two_lines_change_the_schedule_and_no_loss(example: Example, schedule: s
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-auto"])
 def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
     """Environment variables alone put verl's loop under our schedule, and no loss changes. verl
-    evaluates before it trains, and channels were once created for the tensors of that
+    evaluates before it trains, and channels used to be created for the tensors of that
     evaluation."""
     ours = run(
         VERL_LOOP.source,

@@ -173,8 +173,8 @@ def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
 
 def test_verl_trains_with_prompts_that_are_computed_once(packages: str, tmp_path: Path) -> None:
     """verl trains with prompts that are computed once for all their answers, set up as in
-    examples/verl_shared_prompts.py. A microbatch of verl's has whole groups of answers. In float32
-    the numbers are those of separate sequences up to the order of sums."""
+    examples/verl_shared_prompts.py. Each microbatch of verl's contains all answers of its prompts.
+    In float32 the numbers are those of separate sequences up to the order of sums."""
     trainings = "stock", "stock:shared", "zb-h1:shared", "zb-v:shared"
     # a group is four answers to a prompt
     long = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"

@@ -1,9 +1,10 @@
 """Tests of the verdict on a checkpoint before a launch, compared with what the launch does.
 
-The check of a launch command called any existing folder right, and `plan` said "can be loaded", but
-launches died: the stages were on other ranks, in another number on each rank, in another layout, or
-the learning-rate schedule differed. Now one function answers from the checkpoint's own metadata.
-Some of its answers are compared with a launch by day, a whole table of them at night.
+The check of a launch command used to call any existing folder right, and `plan` said "can be
+loaded", but launches ended in errors: the stages were on other ranks, in another number on each
+rank, in another layout, or the learning-rate schedule differed. Now one function answers from the
+checkpoint's own metadata. Some of its answers are compared with a launch by day, a whole table of
+them at night.
 """
 
 from __future__ import annotations
@@ -163,9 +164,9 @@ def test_a_launch_does_what_was_said(saved: str, flag: bool, loaded: dict[str, o
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb"])
 def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
-    """A launch under our schedule says in one line that a checkpoint does not fit. Loading a
-    checkpoint of one stage a rank with two, or of two with one, ended each rank with "Global shape
-    mismatch", because stages on Megatron's own ranks were not compared."""
+    """A launch under our schedule says in one line that a checkpoint does not fit. Each rank used
+    to end with "Global shape mismatch" if the checkpoint has one stage on each rank and the launch
+    two, or the reverse, because stages on Megatron's own ranks were not compared."""
     saved = "stock, 2 stages a rank" if schedule == "zb-h1" else "stock"
     ranks, words = words_of(saved, False, LOADED[schedule])
     results = train_or_fail(ranks, words)
@@ -177,8 +178,9 @@ def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
 
 def test_a_vocabulary_with_more_rows_is_remarked_on() -> None:
     """The check of a launch remarks on a vocabulary with more rows than the checkpoint has.
-    Megatron loads the saved rows without a message, and the others stay random: with tensor
-    parallelism, which pads to more rows, a training continued with a loss of 5.15 after 4.46."""
+    Megatron loads the saved rows without a message, and the others stay random. With tensor
+    parallelism, which pads to more rows, the loss of a continued training rose from 4.46 to
+    5.15."""
     finding = judged(*words_of("stock", True, LOADED["TP 2"]))
     assert finding.verdict is Severity.REMARK and "loads whole" in finding.text
     assert "256 rows and the checkpoint 128" in finding.text

@@ -1,7 +1,7 @@
 """Tests that the command `doctor` predicts what a random launch does: train, or end in one line.
 
-Of a hundred hand-drawn launch commands, doctor called five right that then died in their first step
-or first evaluation.
+Of a hundred launch commands that were drawn by hand, doctor used to call five right that ended with
+an error in their first step or first evaluation.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from tests.helpers.ranks import run_ranks, values
 
 
 def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script that measures how long schedules take to build prints its rows. It once did not
-    order the messages, so every proof refused its schedules."""
+    """The script that measures how long schedules take to build prints its rows. It used not to
+    order the messages, so the proof refused every schedule."""
     words = ["--family", "zb-h1", "v-min", "--ranks", "4", "--microbatches", "8"]
     assert schedules.main(words) == 0
     lines = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())

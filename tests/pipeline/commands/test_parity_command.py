@@ -97,8 +97,8 @@ def test_sums_in_another_order_are_named() -> None:
 def test_what_another_order_of_sums_gives_is_no_difference(flags: dict[str, object]) -> None:
     """`parity` accepts differences that another order of sums explains, given a recording of stock
     with reversed microbatches. Slices of a sequence and a split vocabulary add in another order by
-    design. Biases of keys, whose gradient is rounding noise, differed by "1736292493 ulps", and
-    parity ended with "different" and exit code 1, although both features did what their pages
+    design. Biases of keys, whose gradient is rounding noise, differ by "1736292493 ulps", so parity
+    used to end with "different" and exit code 1, although both features did what their pages
     promise."""
     (_, a), (_, reordered), (_, b) = recorded(), recorded("--reversed"), recorded(**flags)
     status, found = compared(a, b)

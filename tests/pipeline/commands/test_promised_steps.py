@@ -3,8 +3,9 @@ Megatron's simulated executor.
 
 The predictions are compared with real trainings, and the executor with Megatron's pipeline
 functions. Layers and output layer run by emulated clocks (`tests.helpers.timed_model`); the output
-layer takes as long as four of the eight layers, while the estimate gives it less than one. When a
-rank's work was cut evenly, zb-v was predicted to take 0.80 of Megatron's step, and took 0.99.
+layer takes as long as four of the eight layers, while the estimate gives it less than one. The
+prediction used to split a rank's work evenly over its stages: zb-v was predicted to take 0.80 times
+as long as Megatron's step, and took 0.99 times as long.
 """
 
 from __future__ import annotations

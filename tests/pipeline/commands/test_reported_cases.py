@@ -89,9 +89,9 @@ OFFLOADED: Flags = {
 @pytest.mark.parametrize("more", [{}, *at_night(OFFLOADED)], ids=lambda more: "-".join(more))
 def test_case_12_experts_in_later_layers_are_saved(more: Flags) -> None:
     """Case 12: a distributed optimizer on the CPU is saved if the first stage has no experts. The
-    first save ended in an AssertionError of Megatron's: torch's AdamW counts steps in the states of
-    parameters, and the expert optimizer of that stage has none. Under a V another rank has these
-    experts, and must load the step count of the other ranks."""
+    first save used to end in an AssertionError of Megatron's: torch's AdamW counts steps in the
+    states of parameters, and the expert optimizer of that stage has none. Under a V another rank
+    has these experts, and must load the step count of the other ranks."""
     Training(4, EXPERTS_LATER | more, saved_at=2).resume_as_stock(pipeline_schedule="zb-v")
 
 
@@ -135,7 +135,7 @@ def short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_documents")
 def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
     """Case 5: the schedule zb-v is refused with --reset-attention-mask, and the schedule zb-h1 has
-    stock's losses with this flag. zb-v on two ranks trained other losses than stock, without a
+    stock's losses with this flag. zb-v on two ranks used to have other losses than stock, without a
     message: its inner stages got no mask of documents. Both stages of a linear placement on two
     ranks get the mask."""
     stock = train(2, model_flags(**MASKED))
@@ -161,8 +161,8 @@ def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: 
 
 def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
     """Case 13: a vocabulary split over the ranks trains with a micro batch of two. The loss
-    function got a transposed tensor, of which Megatron's script takes a view, so the first step
-    ended in "view size is not compatible"."""
+    function used to get a transposed tensor, of which Megatron's script takes a view, so the first
+    step ended in "view size is not compatible"."""
     trained = train(
         2,
         model_flags(
@@ -210,8 +210,8 @@ def test_case_15_a_layout_that_megatron_refuses() -> None:
 @pytest.mark.parametrize("more", ["", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v"])
 def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
     """Case 18: `doctor` and `plan` name a layout that works if layers cannot be split evenly over
-    the ranks. Megatron only says that they "should be divisible", and the layout was named for the
-    schedule zb-v only."""
+    the ranks. Megatron only says that they "should be divisible". The layout used to be named for
+    the schedule zb-v only."""
     words = f"--num-layers 30 --global-batch-size 16 --pipeline-model-parallel-size 4 {more}"
     launch = Launch(str(SCRIPT), False, (*SMALL, *shlex.split(words)), 4, installs=True)
     (why,) = by_doctor(launch).whys

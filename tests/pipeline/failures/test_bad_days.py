@@ -372,7 +372,7 @@ def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", V_RANKS)])
 def test_data_that_end_early(schedule: str, ranks: int) -> None:
     """A data iterator with three microbatches, in a step of four, gives an error that names the
-    iterator. The rank that reads the data ended with a bare StopIteration."""
+    iterator. The rank that reads the data used to end with a bare StopIteration."""
 
     def on_rank(rank: int) -> list[str]:
         with apply(cpu.patches()), megatron_ext.install(schedule=schedule):

@@ -177,8 +177,8 @@ def short_timeout(seconds: float) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
-    """A rank that never connects is named at the timeout by the rank that waits for it. torch's
-    error named neither of the two. Other ranks, which only wait for the waiting rank, end when it
+    """A rank that never connects is named at the timeout by the rank that waits for it. torch's own
+    error names neither of the two. Other ranks, which wait for the waiting rank, end when that rank
     has ended."""
 
     def on_rank(rank: int) -> str:
@@ -239,9 +239,9 @@ def test_connections_are_made_anew_in_a_second_training() -> None:
 
 def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
     """Ranks that torchrun restarts do not meet keys of the start before, although the store is the
-    same. Rank 0 had begun to connect as rank 1 died: after each restart rank 0 waited until the
-    timeout for an arrival of rank 1 under another number, and rank 1 took the earlier arrival of
-    rank 0 for a new one."""
+    same. If rank 1 died while rank 0 was connecting, both used to go wrong after each restart: rank
+    0 waited until the timeout for an arrival of rank 1 under another number, and rank 1 took the
+    earlier arrival of rank 0 for a new one."""
 
     def on_rank(rank: int) -> str:
         short_timeout(5.0)

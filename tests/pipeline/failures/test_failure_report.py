@@ -254,8 +254,8 @@ class CannotSay:
 def test_a_rank_that_can_say_nothing_ends_with_the_others(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """A rank that cannot write to stderr ends when another rank fails. Such a rank never ended,
-    because it reported the failure first and ended only after the write."""
+    """A rank that cannot write to stderr ends when another rank fails. Such a rank used to run for
+    ever, because it reported the failure first and ended only after the write."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
         results = running.wait(timeout=15)
     assert [result.exit_code for result in results] == [1, 1, 1]

@@ -202,8 +202,8 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
 def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
     """A send to a rank that has died is reported with the pass and the peer. If a rank computes
     when its neighbour dies, the next send or receive fails at its start, not at its wait, and only
-    gloo's bare error was printed. (1F0 comes after 1RECV_F1, which the rank waits for if shapes
-    vary.)"""
+    gloo's bare error used to be printed. (1F0 comes after 1RECV_F1, which the rank waits for if
+    shapes vary.)"""
     step = Step({"1F0": kill, "0F2": wait_until_told}, varies=varies)
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, HERE)
@@ -297,9 +297,9 @@ class CannotSay:
 def test_sigterm_ends_a_rank_that_can_say_nothing(
     script: Script, broken: Callable[[], None]
 ) -> None:
-    """SIGTERM ends a rank that cannot write to stderr. Such a rank ignored SIGTERM: the watchdog's
-    thread, which handles the signal, had ended or was blocked when it wrote that the rank may
-    hang."""
+    """SIGTERM ends a rank that cannot write to stderr. Such a rank used to ignore SIGTERM: the
+    watchdog's thread, which handles the signal, had ended or was blocked when it wrote that the
+    rank may hang."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
         # At the time when rank 2 says so, rank 0 says the same, or tries to.
         running.wait_until_it_says(2, "it may hang")
@@ -315,7 +315,7 @@ def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
     broken: Callable[[], None],
 ) -> None:
     """If no further thread can be started, the watchdog still writes its line, unless the write
-    would block. Such a line was lost although stderr was writable."""
+    would block. Such a line used to be lost although stderr was writable."""
 
     def no_thread(name: str, target: Callable[[], None]) -> threading.Thread:
         raise RuntimeError("can't start new thread")
@@ -366,9 +366,10 @@ def start_without_stderr(rank: int) -> None:
 def test_a_file_with_the_number_of_stderr_is_left_alone(
     script: Script, run: Callable[[int], None], is_said: bool
 ) -> None:
-    """The watchdog never writes into another file that has the descriptor of a closed stderr. A
-    program closed stderr, the next opened file, a checkpoint, got descriptor 2, and the watchdog
-    wrote its lines into it. Now the watchdog writes to the stderr that existed at its start."""
+    """The watchdog never writes into another file that has the descriptor of a closed stderr. If a
+    program closes stderr, the next file that it opens, such as a checkpoint, gets descriptor 2, and
+    the watchdog used to write its lines into that file. The watchdog writes to the stderr that
+    existed at its start."""
     with running_ranks(1, run, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)
         running.send_signal(0, signal.SIGTERM)
@@ -399,9 +400,9 @@ def save_on_interrupt() -> None:
 
 
 def test_who_catches_ctrl_c_may_take_long(script: Script) -> None:
-    """A training that catches Ctrl-C may take its time. The watchdog ended a process 3 s after
-    Ctrl-C if it was between two passes, although the main thread had caught the interrupt and was
-    saving a checkpoint."""
+    """A training that catches Ctrl-C may take its time. The watchdog used to end a process 3 s
+    after Ctrl-C if it was between two passes, although the main thread had caught the interrupt and
+    was saving a checkpoint."""
     with running_ranks(RANKS, Step({"1I2": save_on_interrupt}), script) as running:
         running.wait_until_it_says(1, HERE)
         running.send_signal(1, signal.SIGINT)
@@ -472,8 +473,8 @@ def fork_a_worker(rank: int) -> None:
 
 def test_a_forked_workers_signals_are_its_own(script: Script) -> None:
     """A rank does not react to signals of its forked data-loader workers. A loader ends its workers
-    with SIGTERM; they had inherited the socket of the rank's watchdog, so the rank took the signal
-    for its own and ended 3 s later."""
+    with SIGTERM. The workers used to inherit the socket of the rank's watchdog, so the rank took
+    the signal for its own and ended 3 s later."""
     with running_ranks(1, fork_a_worker, script, connect=False) as running:
         (result,) = running.wait()
     assert result.exit_code == 0, result.stderr
@@ -578,9 +579,9 @@ def check_it_takes_no_further_step(p2p: P2P) -> None:
 
 
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:
-    """A rank closes its connections after an error, even if its caller continues. A caller logged
-    the exception and kept the process alive with open connections, and the other ranks waited for
-    torch's timeout of ten minutes."""
+    """A rank closes its connections after an error, even if its caller continues. A caller may log
+    the exception and keep the process alive. Its connections used to stay open, and the other ranks
+    waited for torch's timeout of ten minutes."""
     with running_ranks(RANKS, go_on_after_failing, script) as running:
         running.wait_until_it_says(1, HERE)
         running.wait_until_ended(0, 2)

@@ -1,8 +1,8 @@
 """Tests of a rank that fails between two steps: the other ranks report which rank failed, where and
 when.
 
-The other ranks waited for the failed one in a collective of Megatron's, or for its next message:
-until torch's timeout, ten minutes or more, or, on gloo, until an error that names no rank.
+The other ranks used to wait for the failed one in a collective of Megatron's, or for its next
+message: until torch's timeout of ten minutes or more, or on gloo until an error that names no rank.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def test_a_rank_that_ends_an_evaluation_early_has_not_failed(
     script: Script, tmp_path: Path
 ) -> None:
     """A rank that leaves an evaluation early, without an error, is reported as ended and not as
-    failed. Other ranks were told to look for the first error of that rank, which had none."""
+    failed. Other ranks used to print that the first error of that rank is the cause, although it
+    had none."""
     results = end_of(script, flags_of("evaluation", tmp_path), BetweenSteps("evaluation", leave, 1))
     assert results[FAILING].exit_code == 0, results[FAILING].stderr
     ended = f"pipeline rank {FAILING} {BETWEEN.format(FAILING, 2)}"

@@ -313,9 +313,9 @@ def test_a_table_whose_checkpoints_others_would_misread(
     overrides: dict[str, object], text: str, tmp_path: Path
 ) -> None:
     """A schedule file with stages in other places than stock's is refused if the checkpoint's
-    format does not name stages. Two stages of one size had swapped places. After a resume under
-    1f1b each had the other's optimizer states, or in Megatron's older format its weights; no
-    message said so, and the loss drifted."""
+    format does not name stages. If two stages of one size have swapped places, a resume under 1f1b
+    gives each the other's optimizer states, or in Megatron's older format its weights. No message
+    used to say so, and the loss drifted."""
     rows = [",".join(f"{stage}{kind}{k}" for kind in "FB" for k in range(8)) for stage in range(4)]
     (tmp_path / "swapped.csv").write_text("\n".join(rows[stage] for stage in (0, 2, 1, 3)))
     flags = model_flags(
@@ -332,7 +332,7 @@ def test_a_table_whose_checkpoints_others_would_misread(
 
 def test_a_table_for_another_number_of_microbatches_than_an_evaluation_has(tmp_path: Path) -> None:
     """A schedule file is refused if its number of microbatches differs from that of an evaluation.
-    Such a command was called right before the launch, and the training failed in its first
+    Such a command used to be called right before the launch, and the training failed in its first
     evaluation."""
     rows = [",".join(f"{stage}{kind}{k}" for k in range(8) for kind in "FB") for stage in range(4)]
     (tmp_path / "table.csv").write_text("\n".join(rows))

@@ -123,8 +123,8 @@ def test_steps_that_overlap(capfd: pytest.CaptureFixture[str]) -> None:
 def test_costs_that_are_measured_meanwhile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If costs are measured during a run, another program runs from the fifth iteration on. No
-    value of --pipeline-metrics mixes the two programs."""
+    """If costs are measured during a run, a program made for the measured costs runs from the fifth
+    iteration on. No value of --pipeline-metrics mixes the two programs."""
     flags: Flags = {
         "pipeline_costs": f"profile:{tmp_path / 'costs.json'}",
         "pipeline_schedule": "zb-auto",

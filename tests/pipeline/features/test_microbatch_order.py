@@ -291,7 +291,8 @@ def test_ranks_that_order_alike_go_on_and_the_store_does_not_grow(
 @pytest.mark.parametrize("schedule", [None, "zb-h1", "zb-v"])
 def test_a_caller_orders_its_own_microbatches(schedule: str | None) -> None:
     """A caller can order the microbatches of its own iterator. Results are returned in the order in
-    which the microbatches arrived, and only this step's microbatches are read from the iterator."""
+    which the microbatches arrived, and a step reads no microbatch of a later step from the
+    iterator."""
 
     def on_rank(rank: int) -> tuple[list[Any], list[int], list[float], int]:
         with contextlib.ExitStack() as stack:

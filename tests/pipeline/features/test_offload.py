@@ -291,8 +291,8 @@ def test_an_empty_storage_and_a_foreign_one_stay() -> None:
 
 def test_what_nobody_needs_any_more_does_not_leave() -> None:
     """Saved tensors that no pass needs any more are not offloaded. Megatron's auxiliary loss drops
-    the values of topk, whose autograd node had saved the indices. These indices used to come back
-    from the host, into memory that the next F could have used."""
+    the values of topk, whose autograd node has saved the indices. These indices used to be copied
+    back from the host, into memory that the next F could have used."""
     leaving = Leaving(*BACK)
     x = torch.arange(8.0).requires_grad_()
     y = leaving.forward(lambda x: square(x * int(x.topk(4).indices.sum())), x)
@@ -334,10 +334,10 @@ class TwoStreams(DirectCopies):
 
 def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator is told of all streams that read an offloaded tensor. Megatron's shared experts
-    run on a stream of their own and read memory that RELOAD had allocated on the main stream: the
-    memory returned to the main stream's pool too early. Memory that a copy to the host reads may
-    belong to either stream: it was freed when the main stream had waited for the copy, although the
-    other had not."""
+    run on a stream of their own and read memory that RELOAD had allocated on the main stream: that
+    memory used to return to the main stream's pool too early. Memory that a copy to the host reads
+    may belong to either stream; it used to be freed when the main stream had waited for the copy,
+    although the other stream had not."""
     told: list[tuple[int, str]] = []
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: told.append((tensor.nbytes, stream))
@@ -448,7 +448,7 @@ class Steps:
 
 def test_memory_is_registered_between_steps() -> None:
     """Host buffers are pinned between steps. They used to be pinned when the first microbatch was
-    offloaded, while receives were posted for which a driver may wait."""
+    offloaded, while receives were posted. Pinning may make the driver wait for these receives."""
     steps = Steps()
     for _ in range(3):
         steps.step(1024, 1024)
@@ -457,8 +457,8 @@ def test_memory_is_registered_between_steps() -> None:
 
 
 def test_costs_with_bytes_are_taken_at_their_word() -> None:
-    """If costs give bytes, host buffers have the sizes of these costs in the first step, and from
-    then on the sizes that microbatches need."""
+    """If costs give bytes, host buffers have these sizes in the first step, and afterwards the
+    sizes that microbatches really need."""
     steps = Steps(expected=5000)
     steps.step(1024)
     assert steps.copies.sizes == [5000] and not steps.buffers.plain
@@ -490,7 +490,7 @@ def test_a_microbatch_that_needs_more_grows_the_buffers_after_its_step(
 
 def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> None:
     """Host buffers start at pages of their own, and forked processes do not share these pages.
-    Small buffers once lay on one page, which a data loader's forked worker shared."""
+    Small buffers used to lie on one page, which a data loader's forked worker shared."""
     copies = DirectCopies()
     buffers = [copies.host_buffer(size) for size in (1, 5000, 100)]
     pages = [
@@ -620,8 +620,8 @@ class NoPinning:
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training ends before a step if host memory cannot be pinned; before the first step if costs
-    give the bytes."""
+    """If host memory cannot be pinned, a training ends between two steps, and before the first step
+    if the costs give bytes."""
     monkeypatch.setattr(torch.cuda, "cudart", NoPinning)
     monkeypatch.setattr(DirectCopies, "host_buffer", lambda self, size: host_copies.pinned(size))
     offload = ActivationOffload(0, CPU)

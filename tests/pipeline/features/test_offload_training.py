@@ -199,9 +199,9 @@ def test_training_is_the_same_to_the_last_bit(
 
 def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
     """The schedule zb-auto trains with offload within a memory limit, with an evaluation of one
-    microbatch. With copies its first step ended in a traceback, because the family ignored the
-    limit. A limit of 0.6x of the training came to 0.6 microbatches in that evaluation, which ended
-    the training."""
+    microbatch. With offload its first step used to end in a traceback, because the family ignored
+    the limit. A limit of 0.6x came to 0.6 microbatches in that evaluation, which ended the
+    training."""
     sizes: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "global_batch_size": 8,
@@ -255,9 +255,9 @@ def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
 ) -> None:
     """Trainings with a fused kernel that adds weight gradients to main_grad equal those without
     offload. While copies are planned, autograd returns another object for each saved tensor.
-    Megatron's layer marked that object, and not its weight, as one whose gradient is in main_grad,
-    and gave autograd no gradient; with overlapped reductions Megatron's hook then stopped the
-    training. (A split backward pass saves only the output layer's weight.)"""
+    Megatron's layer used to mark that object, and not its weight, as one whose gradient is in
+    main_grad, and to give autograd no gradient; with overlapped reductions Megatron's hook then
+    ended the training. (A split backward pass saves only the output layer's weight.)"""
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
@@ -291,9 +291,9 @@ def test_host_memory_is_checked_before_the_first_step(monkeypatch: pytest.Monkey
 def test_what_offload_takes_is_said_and_made_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host memory for offload is logged and allocated before the first step if costs give
-    bytes. Otherwise the first step measures the bytes, and the memory is allocated before the
-    second."""
+    """The amount of host memory for offload is logged, and the memory allocated, before the first
+    step if costs give bytes. Otherwise the first step measures the bytes, and the memory is
+    allocated before the second step."""
     watch(monkeypatch, tmp_path)
     ours = {"pipeline_costs": "estimate", "pipeline_activation_offload": "full", "train_iters": 3}
     train(2, words(2, {}, "gis", **ours))

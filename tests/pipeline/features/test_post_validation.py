@@ -156,8 +156,8 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
 
 
 def test_no_rank_waits_until_its_state_is_taken() -> None:
-    """A rank does not wait until the next rank takes its partial state. The next rank ends its part
-    of the step later, by the delay between neighbours in the schedule."""
+    """A rank does not wait until the next rank takes its partial state. The next rank takes the
+    state later, because its part of the step ends later by the delay between neighbours."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))

@@ -216,8 +216,8 @@ def leave_without_the_verdict(rank: int) -> None:
 
 
 def test_a_process_may_end_before_its_verdict(script: Script) -> None:
-    """A process may end before the verdict on its last step has come. The interpreter aborted at
-    its exit, because the thread that waits for the verdict was inside torch."""
+    """A process may end before the verdict on its last step has come. The interpreter used to abort
+    at its exit, because the thread that waits for the verdict was inside torch."""
     with running_ranks(2, leave_without_the_verdict, script) as running:
         running.wait_until_it_says(0, "leaves")
         running.wait_until_ended(0)

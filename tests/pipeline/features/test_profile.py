@@ -189,8 +189,8 @@ def test_what_is_traced_is_what_was_requested(tmp_path: Path) -> None:
     """A trace of a run that measures costs holds exactly the requested iterations, although passes
     are marked in all of them.
 
-    One of two pipelines is traced. That pipeline once counted its first iteration, which is not
-    timed, as a timed one, and then waited for the other pipeline, which ran one more.
+    One of two pipelines is traced. That pipeline used to count its first iteration, which is not
+    timed, as a timed one. It then waited for the other pipeline, which timed one more iteration.
     """
     path = tmp_path / "costs.json"
     traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
@@ -294,8 +294,8 @@ def test_a_training_that_ends_early_compares_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A training that ends early by --exit-interval, after which Megatron exits, still compares its
-    steps with the prediction. The costs file has no given name, so it is in the folder of the
-    trace."""
+    steps with the prediction. No path of the costs file is given, so the file is in the folder of
+    the trace."""
     in_trace = {"pipeline_costs": "profile", "pipeline_trace": tmp_path}
     flags = profiled(tmp_path, "zb-h1", 2) | in_trace
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
@@ -370,8 +370,8 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pipeline whose sequences have a length that global rank 0 has not met estimates costs by
-    its own sizes. In the first step such a pipeline used global rank 0's costs. Rank 0, which
-    writes the costs file, did not know the other estimate, so the file had no costs by layer
+    its own sizes. Such a pipeline used to take global rank 0's costs in its first step. Rank 0,
+    which writes the costs file, did not know the other estimate, so the file had no costs by layer
     type."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}

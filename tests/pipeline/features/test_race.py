@@ -285,7 +285,7 @@ def test_an_address_is_no_folder(
     folder: str | None, is_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No record of a race is written locally if the training saves to an address such as
-    ``msc://...``. The record was written into a local folder named ``msc:``."""
+    ``msc://...``. The record used to be written into a local folder named ``msc:``."""
     args = SimpleNamespace(save=folder)
     monkeypatch.setattr(step_race, "training_global", lambda name: args)
     assert step_race._folder("save") == (Path(folder) if folder and is_one else None)
@@ -294,8 +294,8 @@ def test_an_address_is_no_folder(
 def test_a_broken_record_is_measured_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A start whose race record is broken measures the schedules again. A record with negative
-    seconds won the race, at each later start."""
+    """A start whose race record is broken measures the schedules again. A schedule with negative
+    seconds in the record used to win the race, at each later start."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}
@@ -357,7 +357,7 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A candidate of a race that does not fit into host memory reserves none. Ranks that had enough
-    memory went on counting the refused candidate's share, so that the next candidate, which fits,
+    memory used to go on counting the refused candidate's share, so the next candidate, which fits,
     was refused. The refused program also counted as known, so it was not checked a second time."""
     free, gib = 8.5, 2**30
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))

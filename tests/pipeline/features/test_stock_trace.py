@@ -58,8 +58,8 @@ def test_the_flag_alone_traces_megatrons_own_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """--pipeline-trace alone traces Megatron's own step and changes no number. The passes have the
-    order of our family for that schedule. Users who only wished to know a bubble had to train under
-    a schedule of ours, and to name iterations."""
+    order of our family for that schedule. Users who only wished to know the bubble used to have to
+    train under a schedule of ours, and to name iterations."""
     common: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 7} | flags
     reference = train(ranks, model_flags(**common))
     capfd.readouterr()
@@ -89,8 +89,8 @@ def test_the_flag_alone_traces_megatrons_own_step(
 
 def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) -> None:
     """A trace of Megatron's step has multi-token prediction on the stage that the layout gives it.
-    Traces had it on the last stage under any layout. (Megatron's script runs here, because our
-    script always puts it on the last stage.)"""
+    Traces used to have it on the last stage under any layout. (Megatron's script runs here, because
+    our script always puts it on the last stage.)"""
     script = megatron_sources() / "pretrain_gpt.py"
     flags = model_flags(
         pipeline_model_parallel_size=3,

@@ -204,8 +204,8 @@ def test_a_trace_keeps_no_more_than_what_is_read(
     of_stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run keeps a traced step in memory only if it is read later, as steps of stock are. Each
-    traced step stayed in memory, 1.29 MB with 8 ranks and 64 microbatches. If the folder is removed
-    during a run, one line says so; a line was printed in each step."""
+    traced step used to stay in memory, 1.29 MB with 8 ranks and 64 microbatches. If the folder is
+    removed during a run, one line says so; a line used to be printed in each step."""
     lines: list[str] = []
     monkeypatch.setattr(step_trace.logger, "error", lines.append)
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.real_time
 
 
 def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
-    """Polling for the verdict takes nearly no time of the interpreter. Each millisecond a poll ran
-    through torch and an Event's Python code, and the thread of the passes, which launches kernels,
-    had to yield the interpreter. Now a poll reads a number, and between polls the thread waits on a
-    lock without the interpreter."""
+    """Polling for the verdict takes nearly no time of the interpreter. A poll in each millisecond
+    used to run through torch and an Event's Python code, and the thread of the passes, which
+    launches kernels, had to yield the interpreter. A poll only reads a number, and between polls
+    the thread waits on a lock without the interpreter."""
 
     def run(rank: int) -> None:
         messages = ValidationMessages(world(), line(2), Recorder(rank))

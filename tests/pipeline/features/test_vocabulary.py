@@ -390,7 +390,7 @@ def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) ->
 def test_groups_are_closed_at_once() -> None:
     """All process groups of a failed rank are closed at the same time. Rank 1 fails with a
     collective pending that rank 0 never starts, because rank 0 waits for rank 1 in another one.
-    When groups were closed one after the other, the first kept both ranks waiting."""
+    Groups used to be closed one after the other, and the first one kept both ranks waiting."""
 
     def run(rank: int) -> None:
         exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))

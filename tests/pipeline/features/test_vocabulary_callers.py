@@ -226,9 +226,9 @@ def test_what_depends_on_a_tables_gradient_gets_it(
     change: Callable[[Note, Any], None], wraps: bool, variant: str
 ) -> None:
     """Hooks on a split table, and parameters from which its rows are computed, get the table's
-    gradient as in stock. Our passes used to add to the table's gradient by themselves. Stock called
-    a caller's hook that freezes a table 32 times, and our passes never, so the table was trained.
-    Rows computed from other parameters got a gradient that never reached these parameters."""
+    gradient as in stock. Our passes used to add to the table's gradient by themselves. A hook that
+    freezes the table, which stock calls 32 times here, was never called, so the table was trained.
+    If rows are computed from other parameters, their gradient never reached these parameters."""
 
     def trained(calls: list[int]) -> dict[str, Tensor]:
         model = build()
@@ -255,8 +255,9 @@ def test_what_depends_on_a_tables_gradient_gets_it(
 
 def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -> None:
     """A caller's forward pre-hook of the embedding runs as in stock: on the first stage, once for
-    each microbatch, with the tokens. With a split vocabulary the hook ran once in each step on
-    every rank, without arguments, together with Megatron's hooks that wait for gathered weights."""
+    each microbatch, with the tokens. With a split vocabulary the hook used to run once in each step
+    on every rank, without arguments, together with Megatron's hooks that wait for gathered
+    weights."""
 
     def calls_of(steps: Callable[[GPTModel], object]) -> list[tuple[int, ...]]:
         model, calls = build(), []
@@ -278,7 +279,7 @@ def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -
 
 def test_hooks_around_recomputed_layers_run_once() -> None:
     """Hooks around recomputed layers run once for each microbatch. With a split vocabulary the last
-    stage's output is needed in F, so both F and R ran the hooks."""
+    stage's output is needed in F, so both F and R used to run the hooks."""
 
     def trained(hook: bool) -> tuple[list[float], dict[str, Tensor], int]:
         model: Any = build()

@@ -252,9 +252,9 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
 
 
 def test_another_padding(capfd: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint loads into a vocabulary with another padding. The checkpoint has 64 rows. With a
-    multiple of 6, stock pads to 66 rows; split over 2 ranks the number must also be a multiple of 2
-    x 2, so it is 72."""
+    """A checkpoint loads into a vocabulary with another padding. The checkpoint has 64 rows. The
+    number of rows must be a multiple of 6 here, so stock pads to 66 rows. Split over 2 ranks it
+    must also be a multiple of 4, so our schedules pad to 72 rows."""
     reference, _ = divided("pp2", None, None, make_vocab_size_divisible_by=72)
     capfd.readouterr()
     runs, folder = divided("pp2", "1f1b", 2, make_vocab_size_divisible_by=6)

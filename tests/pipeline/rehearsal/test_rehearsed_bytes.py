@@ -1,5 +1,5 @@
-"""Tests that a rank that is rehearsed alone stores exactly the bytes that it stores in the whole
-training, and runs the same program."""
+"""Tests that a rank that is rehearsed alone stores exactly as many bytes as in the whole training,
+and runs the same program."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_bytes_of_divided_sequences_are_those_among_others(
 
 def test_no_thread_of_gloos_holds_what_was_reduced_over_one_rank() -> None:
     """A tensor that is reduced over a single rank is freed with its last reference. In one of a
-    thousand reductions, gloo's thread freed the tensor later. So a rank of a training sometimes
-    stored one tensor of the cross entropy more than a rehearsed rank."""
+    thousand reductions, gloo's thread used to free the tensor later. So a rank of a training
+    sometimes stored one tensor of the cross entropy more than a rehearsed rank."""
 
     def held(_: int) -> int:
         def after_a_sum() -> int:
@@ -177,9 +177,9 @@ def test_a_rank_alone_runs_what_the_training_searches_for(
     overrides: dict[str, object], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rehearsed rank runs the program that the training's search finds. The training gathers the
-    sizes of stages from all ranks; a rank alone gave every stage its own size, and its search found
-    another program, without a message. Now each rehearsed rank gets the program of the launch
-    command, and none searches."""
+    sizes of stages from all ranks. A rank alone used to give every stage its own size, and its
+    search found another program, without a message. Each rehearsed rank gets the program of the
+    launch command, and none searches."""
     shorten_search(monkeypatch)
     stages = 8 if overrides is UNEQUAL_V else 4
     costs = "estimate" if source == "estimate" else costs_file(stages, tmp_path)

@@ -1,7 +1,7 @@
 """Tests of one rank of a pipeline that is trained without the other ranks.
 
-Under Megatron's --fake-process-group a middle rank ended with exit code 0 and without a step, and
-the first and the last rank had a NaN loss or norm.
+Under Megatron's --fake-process-group alone, a middle rank ends with exit code 0 and without a step,
+and the first and the last rank have a NaN loss or norm.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class HostEvent:
 
 def test_marks_of_a_gpu_end_with_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsed step on a GPU ends with its last pass. Reading the GPU's events creates one more
-    event, long after the passes, so the optimizer's seconds counted as host time between passes."""
+    event, long after the passes, so the optimizer's seconds used to count as host time between
+    passes."""
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed, began = _TimedStep(), time.perf_counter()

@@ -274,9 +274,9 @@ def beginning_with(program: Program, first: str, rank: int) -> Program:
 
 
 def test_a_receive_posted_too_early() -> None:
-    """A rank posts a receive too early: the peer sends the data only after it has got a later
-    output of this rank. gloo runs such a program without an error. A device that waits for all
-    posted messages hangs, and the simulated device reports it."""
+    """The simulated device reports a receive that is posted too early: the peer sends the data only
+    after it has got a later output of this rank. gloo runs such a program without an error, and a
+    device that waits for all posted messages hangs."""
     program = program_for(choose("gpipe"), 2, 2)
     spoilt = beginning_with(program, "0RECV_B0", rank=0)
 
@@ -373,8 +373,8 @@ def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_output_that_goes_before_it_has_left(
     spoil: Callable[[Tensor], None], finding: str
 ) -> None:
-    """The output of microbatch 0 is freed or overwritten before its send has ended. The wait for
-    that send comes later and names the mistake."""
+    """An output that is freed or overwritten before its send has ended is found, here that of
+    microbatch 0. The later wait for that send names the mistake."""
     program = program_for(choose("1f1b"), 2, 3)
     at = parse_action("0F1")
     assert program.schedule.rows[0].index(at) < program.schedule.rows[0].index(

@@ -148,7 +148,7 @@ def test_pipelines_that_reduce_gradients_between_passes(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two pipelines reduce gradients between passes. The simulated device of each rank blocks
-    before a pass until the other pipeline has come as far, and nothing hangs."""
+    before a pass until the other pipeline has reached the same pass, and nothing hangs."""
     overlaps = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,

@@ -1,8 +1,9 @@
-"""Tests that ranks that were launched differently say so before they create process groups.
+"""Tests that ranks that were launched with different settings say so before they create process
+groups.
 
-A launch had schedule zb-h1 on rank 0, and zb-v on rank 1, because flags or variables differed
-between nodes. The two ranks created different groups, and each waited without a message for ranks
-that did not come.
+If flags or variables differ between nodes, rank 0 may have the schedule zb-h1 and rank 1 zb-v. The
+two ranks used to create different groups, and each waited without a message for ranks that did not
+come.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks that wait for a rank without settings give an error earlier than torch's timeout of a
-    collective. In a launch rank 0 had no settings, and the others waited 580 s for it: nearly
-    torch's timeout."""
+    collective. In a launch whose rank 0 had no settings, the others used to wait 580 s for it,
+    nearly torch's timeout."""
     monkeypatch.setattr(launch_facts_module, "patience", lambda timeout: timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
 
@@ -126,8 +127,9 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
 @pytest.mark.parametrize(("timeout", "waited"), [(10, 5), (60, 30), (6, 5), (1, 1)])
 def test_ranks_that_start_minutes_apart_are_waited_for(timeout: int, waited: int) -> None:
     """Ranks wait for the launch facts of the other ranks for half of the timeout of collectives, at
-    most 30 minutes. A fixed two minutes ended valid jobs: on a cold file system ranks start further
-    apart, and NCCL's init_process_group lets the first ranks continue without the late ones."""
+    most 30 minutes. A fixed limit of two minutes used to end valid jobs: on a cold file system
+    ranks start further apart, and NCCL's init_process_group lets the first ranks continue without
+    the late ones."""
     assert patience(timedelta(minutes=timeout)) == timedelta(minutes=waited)
 
 
@@ -194,8 +196,8 @@ def test_a_folder_of_traces_may_be_each_ranks_own() -> None:
 
 def test_unknown_sources_are_allowed_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable that allows unknown versions of Megatron's sources must be set on all ranks or
-    on none. In a launch only some ranks had the variable: these ranks began with Megatron's own
-    step, and waited for the other ranks."""
+    on none. If only some ranks had it, these ranks used to compare their first step with Megatron's
+    own step, in which they waited for the other ranks."""
     facts = []
     for allowed in ("", "a.module:function@0123456789ab", "another.module:function@0123456789ab"):
         monkeypatch.setenv(ALLOW_UNKNOWN, allowed)

@@ -85,9 +85,10 @@ class KnownProgress(DeviceProgress):
 def test_no_device_is_queried_while_a_graph_is_captured(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread queries a device's events while a CUDA graph is captured. A user's capture failed
-    because the watchdog's thread queried the last events of the step before. The watchdog knew
-    Transformer Engine's captures of layers, but not the capture of --optimizer-cuda-graph."""
+    """No thread queries a device's events while a CUDA graph is captured. A user's capture used to
+    fail because the watchdog's thread queried the last events of the step before. The watchdog
+    recognized Transformer Engine's captures of layers, but not the capture of
+    --optimizer-cuda-graph."""
     device = Device()
     recorder = Recorder(0, device=DeviceProgress(device.record))
     monkeypatch.setattr(Watchdog, "_running", Watchdog(recorder))
@@ -117,8 +118,8 @@ def test_no_device_is_queried_while_a_graph_is_captured(
 
 def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:
     """The host enqueues at most a few passes more than its device has finished. On a slow device,
-    messages of passes enqueued long before kept their memory: the host had freed it, and the device
-    had not come to the end of the pass."""
+    messages of passes that were enqueued long before used to occupy memory: the host had freed it,
+    but the device had not come to the end of the pass."""
     program = program_for(choose("zb-h1"), 2, 8)
 
     def on_rank(rank: int) -> None:
@@ -167,8 +168,8 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_a_device_whose_host_goes_on_is_not_queried() -> None:
-    """The watchdog queries the device only if the host has stood still between two looks. Earlier
-    the watchdog's thread queried the device every second of a healthy run, between the main
+    """The watchdog queries the device only if the host has made no progress between two checks.
+    Earlier the watchdog's thread queried the device every second of a healthy run, between the main
     thread's calls."""
     device = Device()
     progress = DeviceProgress(device.record)
@@ -215,8 +216,8 @@ OWN = "pipeline rank 3 is global rank 27, local rank 3 on node3"
 
 def test_a_device_that_waits_is_named_with_action_peer_and_age(script: Script) -> None:
     """The watchdog names the action at which a device waits, its peer and the waiting time. With
-    NCCL a host itself never waits for long, so the watchdog noticed nothing, or named a later pass
-    that the host had come to."""
+    NCCL a host itself never waits for long, so the watchdog used to notice nothing, or to name a
+    later pass that the host had come to."""
     waits = "the device of pipeline rank 3 has ended 3F7 and is waiting for 3RECV_B2 from"
     computes = "the device of pipeline rank 3 has ended 3F7 and is in 3B2"
     together = "has ended 3B2 and is waiting for 3REDUCE_E4 with the other pipeline ranks"

@@ -139,9 +139,10 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> None:
     """A rank reduces the gradients of its chunks in the same order under all programs. In a race of
-    schedules (--pipeline-race), one replica ran the baseline while another ran a candidate, and
-    steps of other sizes run other programs too. Replicas whose chunks ended in different orders met
-    in collectives of different chunks: the job hung, or summed gradients of different chunks."""
+    schedules (--pipeline-race), one replica may run the baseline while another runs a candidate,
+    and steps of other sizes run other programs too. Replicas whose chunks ended in different orders
+    used to meet in collectives of different chunks: the job hung, or summed gradients of different
+    chunks."""
     schedule = greedy(loop_placement(1), 3, True)
     (row,) = schedule.rows
     ends = sorted((a for a in row if a.kind is Kind.BACKWARD_WEIGHT), reverse=reverse)
@@ -283,7 +284,7 @@ def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> N
 def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
     """A step releases its stages at its end, without the garbage collector. A stage refers to
     Megatron's data iterator, whose worker processes must end before the interpreter waits for them.
-    A run with --exit-signal-handler and --num-workers did not end."""
+    A run with --exit-signal-handler and --num-workers used not to end."""
     program = program_for(choose("zb-h1"), 2, 3, p2p=p2p)
 
     def run(rank: int) -> None:
@@ -350,9 +351,9 @@ def test_what_the_proof_lets_through_runs(p2p: P2P) -> None:
     """Every program that the proof accepts runs to its end. Programs are small random changes of
     one program, its messages and waits included.
 
-    The proof rejects a changed program, or that program runs on real ranks. If the proof accepted
-    too much, a run would hang: batched messages go over a group that is as strict about their order
-    as NCCL's.
+    Each changed program is either rejected by the proof or run on real ranks. If the proof accepted
+    a wrong one, its run would hang: batched messages go over a group that is as strict about their
+    order as NCCL's.
     """
     rng = random.Random(0)
     problem = problem_for(v_placement(3), 4).with_options(p2p=p2p)
@@ -404,8 +405,8 @@ def test_what_the_proof_refuses_hangs() -> None:
 def test_a_tensor_that_the_other_rank_does_not_expect(
     tensor: Tensor, shape: tuple[int, ...] | None
 ) -> None:
-    """Sending a tensor of another type or shape than the next rank expects is an error. gloo
-    interpreted the bytes as the expected type, and the next stage computed with noise."""
+    """Sending a tensor of another type or shape than the next rank expects is an error. gloo used
+    to interpret the bytes as the expected type, and the next stage computed with noise."""
 
     def run(rank: int) -> None:
         channels = Channels(world(), [Channel(0, 1, Kind.SEND_F)], torch.device("cpu"))

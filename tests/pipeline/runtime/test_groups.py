@@ -152,8 +152,8 @@ def test_no_two_channels_share_a_group() -> None:
 
 def test_torchs_own_groups_keep_their_names() -> None:
     """Groups that we create do not change the names of torch's groups. Ranks that are members of
-    different numbers of our groups hung in the next call of new_group, because each gave the new
-    group another name."""
+    different numbers of our groups used to hang in the next call of new_group, because each gave
+    the new group another name."""
 
     def run(rank: int) -> int:
         made = make_groups(whole_world(), {"a": [0, 1], "b": [1, 2], "c": [2, 1]}, "gloo")
@@ -312,10 +312,9 @@ def test_both_ends_use_equally_many_ctas() -> None:
 
 
 def test_batched_messages_need_no_communicator_of_ours() -> None:
-    """No number of CTAs is computed for batched messages, which need no communicator of ours. On
-    the first GPU every training with batched messages computed for ever before its first step:
-    without communicators, the number of CTAs was doubled until they would take enough of the
-    device."""
+    """No number of CTAs is computed for batched messages, which need no communicator of ours. On a
+    GPU every training with batched messages used to loop for ever before its first step: without
+    communicators, the number of CTAs was doubled until they would take enough of the device."""
     program = program_of("zb-v", 4, P2P.BATCHED)
 
     def run(rank: int) -> int | None:

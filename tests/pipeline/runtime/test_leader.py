@@ -173,9 +173,8 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
 def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
     call: str, rank: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank reports a lost store as such, at whichever call of the store it notices. A test of a
-    killed rank sometimes failed on one machine: there the store ended at another moment, and the
-    waiting rank ended with "Broken pipe"."""
+    """A rank reports a lost store as such, at whichever call of the store it notices. If the store
+    ended at another moment, the waiting rank used to end with "Broken pipe"."""
 
     def lose(name: str) -> None:
         if name == call:

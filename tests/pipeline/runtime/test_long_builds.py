@@ -1,6 +1,7 @@
 """Tests that a training that builds its schedule for long says so, on global rank 0.
 
-The family v-auto searched for half a minute inside iteration 1, which looked like a hang.
+The family v-auto used to search for half a minute inside iteration 1 without a line, which looked
+like a hang.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def test_no_rank_searches_before_there_are_process_groups(
     ours: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank searches for a schedule before there are process groups. Every rank of a launch
-    checks the arguments, and each searched for a minute in that check. Then one rank searched once
-    more, for the program that runs."""
+    checks the arguments, and each used to search for a minute in that check. Then one rank searched
+    once more, for the program that runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     entered = tmp_path / "entered"
@@ -161,8 +162,8 @@ def test_one_rank_searches_and_each_proves_once(
 ) -> None:
     """Under v-auto one rank searches, and each rank proves each program once. On 4 ranks all ranks
     used to search before there were process groups, and at the first step once more for each place
-    of the output layer's weight gradient. The job of that second search differed, because it was
-    described without the arguments."""
+    of the output layer's weight gradient. The second search was not recognized as the same, because
+    its job was described without the arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     file, jobs = tmp_path / "notes", tmp_path / "jobs"

@@ -1,4 +1,4 @@
-"""Tests of recorded steps: a recording has the times of passes, without the times that ranks
+"""Tests of recorded steps: a recording has the times of passes, without the times for which ranks
 waited."""
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def held_with(linear: Sequence[str]) -> tuple[float, float]:
 
 def test_adapters_of_some_linear_layers_hold_what_enters_these_alone() -> None:
     """Linear layers with adapters store their inputs for the backward pass, frozen ones without
-    adapters do not. The memory estimate counted the inputs of all linear layers."""
+    adapters do not. The memory estimate used to count the inputs of all linear layers."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

@@ -137,7 +137,7 @@ OWN = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "zb-v")
 
 
 def test_a_module_of_the_callers_own() -> None:
-    """A model made of a caller's own modules trains. Such a training ended with
+    """A model made of a caller's own modules trains. Such a training used to end with
     `_get_attr_wrapped_model couldn't find attribute decoder`."""
 
     def on_rank(rank: int) -> None:
@@ -159,7 +159,7 @@ def test_a_module_of_the_callers_own() -> None:
 def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
     """With several chunks a rank, messages may have the length seq_length or decoder_seq_length.
     Stock's interleaved schedule uses seq_length, its other schedules use decoder_seq_length. Our
-    schedules always used decoder_seq_length, and refused outputs of the other length."""
+    schedules used to expect decoder_seq_length only, and refused outputs of the other length."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -183,7 +183,7 @@ def test_with_several_chunks_either_sequence_length_may_be_meant() -> None:
 
 def test_a_rank_has_as_many_chunks_and_iterators_as_stages() -> None:
     """A step is refused if a rank passes fewer model chunks or data iterators than it has stages. A
-    wrong number ended with an IndexError on rank 0, and the other ranks waited for rank 0."""
+    wrong number used to end with an IndexError on rank 0, and the other ranks waited for rank 0."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()), megatron_ext.install(schedule="interleaved-zb"):
@@ -473,9 +473,9 @@ def case(name: str, trained: str, schedules: tuple[str, ...]) -> Any:
     ("name", "trained", "schedules"), [case(*names) for names in (*BY_DAY, *at_night(*BY_NIGHT))]
 )
 def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[str, ...]) -> None:
-    """A model with an image encoder on the first stage trains. The training ended with
-    `_get_attr_wrapped_model couldn't find attribute decoder`. Later, under a V schedule, LLaVA's
-    encoder was built with as many layers as the layout gives the language model on that stage,
+    """A model with an image encoder on the first stage trains. The training used to end with
+    `_get_attr_wrapped_model couldn't find attribute decoder`. Under a V schedule LLaVA's encoder
+    used to be built with as many layers as the layout gives the language model on that stage,
     without an error."""
     is_frozen = TRAINED[trained]
 

@@ -46,16 +46,17 @@ def resume(setting: str, whole: Saved, schedule: str | None, **flags: object) ->
 )
 def test_saved_on_a_v_and_resumed(setting: str, schedule: str | None) -> None:
     """A training on a V with a tied embedding and data-parallel ranks is saved and resumed. Such a
-    checkpoint could not be saved: both copies of the embedding's weight are on one rank, and both
-    were to be written."""
+    checkpoint used to fail in its save: both copies of the embedding's weight are on one rank, and
+    both were written."""
     resume(setting, saved(setting, "zb-v"), schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", STOCK])
 def test_states_behind_padding(schedule: str | None) -> None:
     """A training resumes with the right optimizer states although a gradient bucket is padded. At
-    this model size the layers' bucket gets 64 elements of padding; the embedding's states, which
-    follow, lost their first 64 elements and ended with 64 zeros, so a resumed run drifted."""
+    this model size the layers' bucket gets 64 elements of padding. The embedding's states, which
+    follow, used to lose their first 64 elements and to end with 64 zeros, so a resumed run
+    drifted."""
     setting = "distributed optimizer, padded buckets"
     resume(setting, saved(setting, "zb-v"), schedule)
 
@@ -71,8 +72,8 @@ def test_states_behind_padding(schedule: str | None) -> None:
 )
 def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
     """A training resumes from a checkpoint that stock Megatron saved. Without a GPU, stock itself
-    resumed with other numbers or not at all: all parameters shared one step count of Adam's, and
-    each parameter incremented it."""
+    used to resume with other numbers or not at all: all parameters shared one step count of Adam's,
+    and each parameter incremented it."""
     runs = resume(setting, saved(setting, STOCK), schedule)
     # On a V each rank compares its states at once; parameters that other ranks updated arrive with
     # the gather in the next forward pass.
@@ -96,7 +97,8 @@ def test_saved_in_the_background() -> None:
 
 def test_a_checkpoint_needs_nothing_of_ours() -> None:
     """A checkpoint that was saved under our schedule contains nothing of our package, so stock can
-    load it. Megatron saves its arguments, and one of our arguments was an enum of megatron_ext."""
+    load it. Megatron saves its arguments, and one of our arguments used to be an enum of
+    megatron_ext."""
     folder = saved("distributed optimizer", "zb-v")[1]
     contents = [path.read_bytes() for path in folder.glob("iter_*/*") if path.is_file()]
     assert any(b"pipeline_schedule" in content for content in contents), "no arguments were saved"
@@ -128,8 +130,8 @@ def test_one_placement_needs_no_other_format() -> None:
 @pytest.mark.parametrize(("saver", "loader"), [("zb-v", "gis"), (STOCK, "zb-v")])
 def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
     """A checkpoint in the format dp_reshardable is refused under another placement, in one line.
-    Some ranks said that a bucket's size differs, others that a peer had gone. If all sizes agree,
-    Megatron gives a stage the states of another without a message."""
+    Some ranks used to report that a bucket's size differs, others that a peer is gone. If all sizes
+    agree, Megatron loads the states of another stage without a message."""
     folder = saved("dp_reshardable", saver)[1]
     results = refused("dp_reshardable", folder, loader)
     for result in results:

@@ -95,7 +95,7 @@ def test_values_that_are_not_finite_in_both_are_alike(
     a: list[float], b: list[float], difference: float
 ) -> None:
     """Gradients that are infinite or NaN in both compared steps count as equal. In fp16 the
-    gradients of the first steps overflow, and the comparison ended the training."""
+    gradients of the first steps overflow, and the comparison used to end the training."""
     assert _difference(torch.tensor(a), torch.tensor(b)) == difference
 
 
@@ -104,8 +104,8 @@ def test_values_that_are_not_finite_in_both_are_alike(
 def test_a_microbatch_packed_into_one_row_is_compared(
     schedule: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first step is compared if two samples are packed into one row. The comparison ended the
-    training, because the messages of Megatron's own schedule have a row for each sample."""
+    """The first step is compared if two samples are packed into one row. The comparison used to end
+    the training, because the messages of Megatron's own schedule have a row for each sample."""
     packs = {"dataloader_inter_document_masking": True, "position_embedding_type": "rope"}
     training = PAIR.but(**packs, micro_batch_size=2, global_batch_size=8)
     replace(training, around=packed_on_the_cpu).run(pipeline_schedule=schedule)
@@ -125,8 +125,8 @@ def test_a_rehearsed_rank_is_not_compared(capfd: pytest.CaptureFixture[str]) -> 
 @nightly("another step is compared by day")
 def test_a_later_step_saves_its_gradients_while_reductions_overlap() -> None:
     """--save-wgrads-interval and --overlap-grad-reduce go together after a compared first step. The
-    compared step, which is Megatron's own, told Megatron to wait for gradients from its hooks, and
-    ours come without these hooks."""
+    compared step, which is Megatron's own, used to leave Megatron waiting for gradients from its
+    hooks, and ours come without these hooks."""
     PAIR.but(overlap_grad_reduce=True, save_wgrads_interval=2).saved(pipeline_schedule="zb-h1")
 
 
@@ -181,7 +181,7 @@ def test_passes_of_a_step_that_megatron_saves_are_noticed(
 
 def test_lengths_of_packs_that_the_comparison_ran_are_not_counted() -> None:
     """The comparison removes the packed lengths that its own passes added to Megatron's statistics.
-    These lengths would count three times in Megatron's TFLOP/s."""
+    Otherwise these lengths would count three times in Megatron's TFLOP/s."""
     from megatron.training import training
 
     training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 3, 8]))

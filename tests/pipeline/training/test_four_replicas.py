@@ -2,8 +2,8 @@
 
 Gloo adds four gradients in an order that depends on their position in a buffer, which two replicas
 cannot show. Megatron's 1F1B has one buffer on a rank, and its interleaved schedule one for each
-chunk, as V's and loops of ours have. So lines are compared with the one, and V's and loops with the
-other, and layers lie on the same stages in both.
+chunk, as V's and loops of ours have. So linear placements are compared with 1F1B, V's and loops
+with the interleaved schedule, and layers lie on the same stages in both.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def test_two_chunks_on_a_rank_are_stock_to_the_last_bit(stock: Training, ours: F
     ids=["zb-h1", "zb-v, distributed optimizer"],
 )
 def test_a_split_vocabulary_trains_as_stock_does(stock: Training, schedule: str) -> None:
-    """Losses are close, because sums over a split vocabulary have another order. Training starts
-    from stock's checkpoint, as a split table would be drawn otherwise."""
+    """Four replicas with a vocabulary split over the ranks have losses close to stock's, as sums
+    over a split vocabulary have another order. Training starts from stock's checkpoint, as a split
+    table would be drawn with other weights."""
     stock = replace(stock.but(dist_ckpt_optim_fully_reshardable=True), build=None)
     ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": 2}
     runs = stock.resume(**ours)

@@ -190,9 +190,9 @@ def case(model: str, schedules: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize(("model", "schedules"), [case(*names) for names in CASES])
 def test_steps_are_stocks(model: str, schedules: tuple[str, ...]) -> None:
-    """Losses and gradients of hybrid models are stock's. A hybrid model under a V schedule trained
-    with the stages of a loop (interleaved) placement, without an error: its first stage ran the
-    third part of the pattern."""
+    """Losses and gradients of hybrid models are stock's. A hybrid model under a V schedule used to
+    train with the stages of a loop (interleaved) placement, without an error: its first stage ran
+    the third part of the pattern."""
     make = MODELS[model]
 
     def on_rank(rank: int) -> None:

@@ -2,8 +2,8 @@
 the last bit.
 
 Megatron's loop expects one loader a rank. With several chunks there is a list of loaders, which
-Megatron took for a single loader, or for a list of validation sets. On a V global rank 0 has no
-loader at all, and Megatron lets that rank decide whether to train.
+Megatron used to take for a single loader, or for a list of validation sets. On a V global rank 0
+has no loader at all, and Megatron lets that rank decide whether to train.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
 )
 def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
     """A script's own data loaders train and are saved under our schedules as under stock. Under a V
-    the run ended with exit code 0 and without a step. Under all other schedules the first save
-    failed before the model was written, and the skipped iteration failed too."""
+    the run used to end with exit code 0 and without a step. Under all other schedules the first
+    save failed before the model was written, and so did an iteration that is skipped."""
     reference, states = stock(size)
     assert len(set(losses(reference))) == 3 and len(evaluations(reference)) == 2
     assert states == [{"microbatches": 2 * (2 if "dp2" in size else 4)}] * len(states)
@@ -148,10 +148,10 @@ def stocks_sets(**flags: Any) -> list[Run]:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb", *at_night("hanayo", "1f1b")])
 def test_several_validation_sets(schedule: str, tmp_path: Path) -> None:
-    """Two validation sets get stock's losses. A V printed the same loss for both: each set was
-    evaluated on the tokens of one set and the labels of another, or of none. With data parallelism
-    the job hung, because global rank 0 had loaders that its peers lacked. The second chunk's test
-    set had as many samples as the first chunk's validation sets."""
+    """Two validation sets get stock's losses. A V used to print the same loss for both: each set
+    was evaluated on the tokens of one set and the labels of another, or of none. With data
+    parallelism the job hung, because global rank 0 had loaders that its peers lacked. The second
+    chunk's test set had as many samples as the first chunk's validation sets."""
     reference = stocks_sets()
     assert len(set(evaluations(reference))) == 2
     flags = sets() | {"data_cache_path": tmp_path / "cache", "pipeline_schedule": schedule}
@@ -194,8 +194,8 @@ def saved_as_torch(schedule: str | None) -> tuple[list[Run], Path]:
 )
 def test_a_checkpoint_of_other_chunks_is_refused(schedule: str, ckpt_format: str) -> None:
     """A checkpoint with another number of chunks a rank is refused. Megatron treats a chunk that
-    the checkpoint lacks as an empty stage: no weight was loaded, and training began from random
-    weights."""
+    the checkpoint lacks as an empty stage: no weight used to be loaded, and training began from
+    random weights."""
     _, folder = saved_as_torch("interleaved-zb" if "vpp" in schedule else None)
     flags = {"load": folder, "ckpt_step": 2, "ckpt_format": ckpt_format}
     words = model_flags(**PIPELINE | flags, pipeline_schedule=schedule)

@@ -1,11 +1,11 @@
 """Tests that callers' loss functions receive what stock gives them, and may return what stock
 accepts.
 
-With a vocabulary split over the ranks, a loss function got a transposed tensor. Megatron's own
-pretrain_gpt.py, which flattens that tensor by view(), died in its first step with a micro batch of
-2. In an evaluation, the step read `requires_grad` of a loss function's result, which a number does
-not have; Megatron's own tests return numbers. The steps here run on two ranks, for every feature
-that takes part in computing the loss.
+With a vocabulary split over the ranks, a loss function used to get a transposed tensor. Megatron's
+own pretrain_gpt.py, which flattens that tensor by view(), died in its first step with a micro batch
+of 2. In an evaluation, the step used to read `requires_grad` of a loss function's result, which a
+number does not have; Megatron's own tests return numbers. The steps here run on two ranks, for
+every feature that takes part in computing the loss.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 passes.
 
 Stock then keeps no handle of a reduction. A reduction that the schedule had started used to run a
-second time at the end of the step, on reduced gradients. The gradient norm was too small by a mean
-over replicas, or, with loss per token, too large by a sum. A second mean changes nothing if each
-instance has one replica, so these tests have two replicas in each. Stock itself reduces twice on
-later pipeline ranks unless it gets --no-align-grad-reduce.
+second time at the end of the step, on gradients that were reduced already. The second mean over
+replicas made the gradient norm too small; with loss per token, a second sum made it too large. A
+second mean changes nothing if each instance has one replica, so these tests have two replicas in
+each. Stock itself reduces twice on later pipeline ranks unless it gets --no-align-grad-reduce.
 """
 
 from __future__ import annotations

@@ -222,10 +222,9 @@ def slow_gathers() -> Iterator[None]:
 @pytest.mark.parametrize("schedule", [None, *at_night("interleaved-zb", "zb-v")])
 def test_experts_that_are_gathered_early_have_stepped(schedule: str | None, replicas: int) -> None:
     """With ``--overlap-param-gather-with-optimizer-step``, experts have taken their optimizer step
-    before their parameters are gathered. Trainings with experts sometimes had other losses, under
-    stock too: Megatron starts the gather of the first chunk's experts before their step. gloo
-    writes at the end of a gather all that it has read, the rank's own shard too, so a slow gather
-    undid the step."""
+    before their parameters are gathered. Megatron starts the gather of the first chunk's experts
+    before their step. gloo writes at the end of a gather all that it has read, the rank's own shard
+    too, so a slow gather used to undo the step, under stock too."""
     flags: Flags = {**EXPERTS, "train_iters": 2, "num_virtual_stages_per_pipeline_rank": 2}
     if schedule is not None:
         flags = {**EXPERTS, "train_iters": 2, "pipeline_schedule": schedule}

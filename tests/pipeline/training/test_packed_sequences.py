@@ -217,8 +217,8 @@ def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
 )
 def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None:
     """Megatron's pretrain_gpt.py trains on packed sequences under our schedules. It builds datasets
-    of documents for the first and the last stage only, so the other chunks of a loop had nothing to
-    read."""
+    of documents for the first and the last stage only, so the other chunks of a loop used to have
+    nothing to read."""
     script = megatron_sources() / "pretrain_gpt.py"
     common: Flags = {**data, **PER_TOKEN, **PREDICTING}
     reference = train(2, flags(**common, save=tmp_path, save_interval=1), script)

@@ -170,8 +170,8 @@ def case(
 def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
     """A V with overlapped passes equals stock without them, to the last bit, and its device work is
     ordered. Every node of a pass runs after its inputs were computed, all ranks of a group run its
-    collectives in one order, and no ranks deadlock, even if all work that a rank gave its device is
-    in one queue."""
+    collectives in one order, and no ranks deadlock, even if all work that a rank gives its device
+    is in one queue."""
 
     def on_ranks(rank: int) -> list[list[Run]]:
         stocks = run(RANKS, MODEL | LOOP)
@@ -196,11 +196,11 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
 @nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
 @pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
 def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
-    """The model of device streams finds a wrong order. Megatron-LM's issue 1810 suspects that one
-    event for two streams lets collectives start in another order on another rank. One event for
-    each plan on two streams does not, and one event for all plans does not either, but then nothing
-    overlaps, as each node waits for the latest one. A separate stream for each all-to-all does:
-    nothing orders the all-to-alls of two overlapped passes."""
+    """The model of device streams finds a wrong order of collectives. Megatron-LM's issue 1810
+    suspects one event that orders two streams. One event for each plan on two streams gives no
+    wrong order. One event for all plans gives none either, but then nothing overlaps, as each node
+    waits for the latest one. A separate stream for each all-to-all gives a wrong order: nothing
+    orders the all-to-alls of two overlapped passes."""
 
     def on_ranks(rank: int) -> list[Run]:
         note_steps(tmp_path, **{otherwise: True})

@@ -157,8 +157,8 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
 
 def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
     """The schedule starts parameter gathers ahead of the passes that need them, with the same
-    numbers. Under our schedules no code called param_sync_func, so every gather began only when a
-    pass waited for it."""
+    numbers. Under our schedules no code used to call param_sync_func, so every gather began only
+    when a pass waited for it."""
 
     def with_stock_and_ours(rank: int) -> None:
         forbid_coalesced_gathers()
@@ -179,7 +179,7 @@ def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
 def test_a_caller_need_not_hold_back_reductions() -> None:
     """A caller may omit no_sync_func under our schedules too. Stock's hooks then count the
     gradients of all microbatches, but W computes gradients without a hook. The count of the first
-    step was incomplete, and zero_grad_buffer of the second step failed."""
+    step used to be incomplete, and zero_grad_buffer of the second step failed."""
 
     def with_and_without(rank: int) -> None:
         with (

@@ -140,7 +140,8 @@ def test_resumed_training_is_stock_to_the_last_bit(setting: str, schedule: str) 
 def test_flags_of_megatrons_own_messages_change_nothing() -> None:
     """Flags of Megatron's own messages do not affect our schedules. With
     --no-overlap-p2p-communication and two ranks, Megatron's assertion about messages between
-    virtual stages ended a V, which sends our messages instead."""
+    virtual stages used to end a training on a V, although our schedules do not send Megatron's
+    messages."""
     settings = SETTINGS["pp2"].but(eval_iters=0, no_overlap_p2p_communication=True)
     settings.resume_as_stock(pipeline_schedule="zb-v")
 
@@ -224,7 +225,7 @@ def test_recomputed_passes() -> None:
 
 def test_clipping_is_close() -> None:
     """With gradient clipping, losses and norms on a V equal stock's up to rounding: a norm is
-    summed over the ranks in an order, and each rank has other tensors than in stock."""
+    summed over the ranks one after the other, and each rank has other tensors than in stock."""
     reference = SETTINGS["pp2"].resume(clip_grad=0.5)
     runs = SETTINGS["pp2"].resume(clip_grad=0.5, pipeline_schedule="zb-v")
     assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)

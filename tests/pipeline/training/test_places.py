@@ -206,8 +206,8 @@ def test_eight_ranks_swap_and_train_to_the_same_bits(
 
     gloo adds four gradients in an order that depends on their position in a buffer. Each chunk of a
     rank has a buffer of its own on a V, as it has in Megatron's interleaved schedule. So the V
-    equals that schedule bitwise, while Megatron's two schedules differ from each other in some
-    gradients by a rounding.
+    equals that schedule bitwise, while Megatron's two schedules differ from each other by rounding
+    in some gradients.
     """
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
@@ -245,8 +245,9 @@ def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path
 def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with fewer microbatches runs the program for equal costs. A caller runs that step
-    between two steps of the program for different costs, and all numbers are stock's."""
+    """A step with fewer microbatches than the measured ones runs the program for equal costs. Here
+    a caller runs such a step between two steps of the program for different costs, and all numbers
+    are stock's."""
     numbers = [len(PLACES)] * (STEPS + 1) + [2, len(PLACES)]
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
@@ -303,8 +304,8 @@ def test_the_program_for_equal_ones_is_kept(
 def test_a_rank_with_another_program_for_the_places_ends_the_training(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training ends before a rank runs another program for different microbatches than the other
-    ranks, because ranks with different orders would deadlock."""
+    """If one rank's program for microbatches of different costs is not that of the other ranks, the
+    training ends before that program runs, because ranks with different orders would deadlock."""
     prove = programs_module.prove_built
 
     def another(schedule: Any, problem: Any) -> Any:

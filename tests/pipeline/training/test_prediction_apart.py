@@ -62,7 +62,9 @@ def test_four_replicas_with_a_stage_apart(ours: Flags) -> None:
 
 @nightly("test_pairs.py has multi-token prediction on the loss's stage")
 def test_overlapped_passes_with_a_stage_apart() -> None:
-    """Stock's own overlapped passes are not compared: they fail on a stage without layers."""
+    """Trainings with overlapped passes, and with a stage that has multi-token prediction alone,
+    equal stock without the overlap. They are not compared with stock's own overlapped passes, which
+    fail on a stage without layers."""
     apart: Flags = {
         "pipeline_model_parallel_size": 3,
         "pipeline_model_parallel_layout": "Et|t|t|t|m|L",

@@ -195,7 +195,7 @@ def test_configs_of_a_caller_are_compared() -> None:
 def test_a_wrapper_does_not_make_two_models_one() -> None:
     """Ranks with different models compare no config, even if both models are in the same wrapper.
     An encoder on some ranks and a language model on others, both within DistributedDataParallel,
-    were refused for their different sizes."""
+    used to be refused for their different sizes."""
 
     class Wrapper:
         def __init__(self, module: Any) -> None:

@@ -244,7 +244,8 @@ ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_nu
 def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
     """Trainings with a given number of layers on the first or last rank equal stock's, and the
     stages really have these layers. A loop splits them over the chunks of that rank. An older test
-    gave the first stage half of the layers, which it has without the setting too."""
+    could not fail: it gave the first stage half of the layers, which it has without the setting
+    too."""
     more: Flags = {"num_layers": 8, **ends}
     reference = train(2, flags(**more), model_provider=drawn_by_name)
     runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
@@ -277,8 +278,8 @@ ACCOUNTED: dict[str, dict[str, list[list[list[int]]]]] = {
 )
 def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
     """Trainings equal stock's if the embedding or the output layer counts as a layer of its stage,
-    and the stages really change. An older test counted both on two ranks, which leaves the stages
-    of a linear placement as they are."""
+    and the stages really change. An older test could not fail: it counted both as layers on two
+    ranks, which leaves the stages of a linear placement as they are."""
     more: Flags = {"num_layers": 7, setting: True}
     chunks = None if schedule == "zb-h1" else 2
     reference = train(
@@ -305,7 +306,7 @@ def test_a_gradient_that_is_no_number_ends_the_training(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A NaN gradient ends the training under our schedules. Megatron checks gradients when it
-    reduces them, and earlier tests had none that fails the check."""
+    reduces them, and no earlier test had a gradient that fails the check."""
     monkeypatch.setenv("BAD_GRADIENTS", json.dumps({2: float("nan")}))
     words = flags(num_layers=8, pipeline_schedule=schedule, rerun_mode="disabled")
     results = train_or_fail(2, words, BAD_GRADIENTS)

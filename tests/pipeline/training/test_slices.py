@@ -587,8 +587,8 @@ def test_a_checkpoint_goes_on_with_slices_and_without(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("model", ["grouped queries", "experts"])
 def test_recomputed_passes(schedule: str, model: str) -> None:
-    """Recomputed slices train with the same numbers. The first pass stores a slice's keys and
-    values for later slices, and its recomputation overwrites them."""
+    """Recomputed slices train with the same numbers. The first pass of a slice stores its keys and
+    values for later slices, and the recomputed pass overwrites them with the same ones."""
     stages = 4 if schedule == "zb-v" else 2
     again: Flags = {"pipeline_recompute": f"first:{stages}"}
     assert_same(run(model, pipeline_schedule=schedule, **again, **SLICED), sliced(model))

@@ -1,8 +1,8 @@
 """Tests that a test with the mark of a setting fails if the setting is off in our trainings and on
 in stock's.
 
-160 public recipes fuse their cross entropy, and the test with that mark once passed with the fusion
-switched off.
+160 public recipes fuse their cross entropy, and the test with that mark used to pass with the
+fusion switched off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Trainings in which Megatron's own `FullCudaGraphWrapper` captures and replays our whole step,
-bitwise those without a graph; and the emulator, which fails on each decision of a host.
+"""Tests of trainings in which Megatron's own `FullCudaGraphWrapper` captures and replays our whole
+step. They equal trainings without a graph bitwise. Other tests show that the emulator of such
+graphs fails if a captured step contains a decision of the host.
 
-The refusal of such graphs is lifted here: it stays until a GPU has run `scripts/gpu_tests.sh
---one-gpu graphs`.
+Our code refuses such graphs until a GPU has run `scripts/gpu_tests.sh --one-gpu graphs`; the
+refusal is lifted here.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def test_a_step_whose_times_are_taken_fails() -> None:
 @nightly("a step that does not")
 @pytest.mark.usefixtures("graphs")
 def test_a_host_that_waits_for_its_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a pass the host waited for an earlier one, and its watchdog queried events."""
+    """The capture of a whole step fails if the host waits for its device in that step. The test
+    lets the host wait before a pass for an earlier pass (`DeviceProgress.hold_back`), as it used
+    to."""
     monkeypatch.setattr(WholeGraphHooks, "limits_host", True)
     words = model_flags(**FLAGS, **GRAPH, pipeline_schedule="zb-h1")
     results = train_or_fail(2, words, model_provider=drawn_by_name)
@@ -136,8 +139,9 @@ def test_an_event_of_a_capture_is_never_queried(groups: Groups) -> None:
 
 
 def test_a_wait_copies_what_its_call_has_made(groups: Groups) -> None:
-    """Replays of a reduce-scatter had the gradients of the capture. Gloo's wait copies them from
-    memory of the call, and the emulator noted that copy as an operation of the step."""
+    """A replay of a reduce-scatter gives the gradients of that replay's data. Gloo's wait copies
+    the result from memory of its call, and the emulator used to record that copy as an operation of
+    the step, so replays gave the gradients of the capture."""
     x, reduced = torch.ones(3), torch.zeros(3)
 
     def reduce(group: object) -> SimpleNamespace:
@@ -155,7 +159,8 @@ def test_a_wait_copies_what_its_call_has_made(groups: Groups) -> None:
 
 
 def test_a_replay_does_what_the_device_did_and_no_more(groups: Groups) -> None:
-    """A number that the host has counted stays as it was captured, and a capture runs nothing."""
+    """A capture runs nothing, and a replay repeats only the device's operations: a number that the
+    host has counted stays as it was captured."""
     x, total, counted = torch.ones(3), torch.zeros(3), 0
     graph = Graph()
     with capturing(groups, graph):

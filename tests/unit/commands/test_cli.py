@@ -101,8 +101,8 @@ def test_simulate_says_where_stocks_interleaved_schedule_does_not_run(
     microbatches: int, refuses: bool
 ) -> None:
     """`simulate interleaved` says if stock's interleaved schedule refuses the number of
-    microbatches. Our schedule accepts any number, and the text "stock's to the last bit" read as if
-    stock's did too."""
+    microbatches. Our schedule accepts any number, and the text "stock's to the last bit" used to
+    read as if stock's schedule did so too."""
     text = " ".join(run("simulate", "interleaved", "--pp", "4", "-m", str(microbatches)).split())
     assert "stock Megatron's to the last bit" in text
     told = f"its own interleaved schedule refuses {microbatches} microbatches"
@@ -280,8 +280,8 @@ def test_doctor_with_no_flag_of_ours_tells_whether_all_patches_fit() -> None:
 
 
 def test_doctor_takes_no_more_than_it_needs(tmp_path: Path) -> None:
-    """`doctor` imports no module of torch's compiler, which compiled nothing and took most of the
-    command's time."""
+    """`doctor` imports no module of torch's compiler. Their import used to take most of the
+    command's time, although nothing is compiled."""
 
     def asked() -> None:
         for name in list(sys.modules):  # except for parts of torch, everything is imported anew
@@ -308,8 +308,8 @@ def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
-    """`verify` requires one order of microbatches on all stages. A table with two orders was called
-    valid, and its training learned nothing, because labels belonged to other inputs."""
+    """`verify` requires one order of microbatches on all stages. A table with two orders used to be
+    called valid, and its training learned nothing, because labels belonged to other inputs."""
     table = tmp_path / "mine.csv"
     forwards = ",".join(f"0F{k}" for k in range(8)) + "," + ",".join(f"0B{7 - k}" for k in range(8))
     turns = ",".join(f"1F{7 - k},1B{7 - k}" for k in range(8))
@@ -361,7 +361,7 @@ def test_verify_compares_a_table_with_the_launch(
 
 def test_verify_bounds_a_typo_before_it_takes_memory(tmp_path: Path) -> None:
     """`verify` refuses a mistyped microbatch number before it takes memory. With 999999999999
-    microbatches the command took all memory, and the system killed it without a message."""
+    microbatches the command used to take all memory, and the system killed it without a message."""
     table = tmp_path / "mine.csv"
     table.write_text("0F0,0F1,0B0,0B999999999999\n")
     run_it = "from megatron_ext.cli import app; app()"
@@ -437,8 +437,8 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
 @pytest.mark.parametrize("command", ["", "doctor", "verify", "parity", "parity record"])
 def test_help_is_behind_its_short_flag_too_and_types_no_switch(command: str) -> None:
     """Every command prints its help for ``-h`` as for ``--help``, and its switches have no type.
-    ``-h`` gave "No such option", or was read as a word of the launch command, and switches seemed
-    to take a ``<bool>``."""
+    ``-h`` used to give "No such option", or was read as a word of the launch command, and the help
+    showed a ``<bool>`` behind each switch."""
     short, whole = (runner.invoke(app, [*command.split(), flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.output == whole.output
     assert "Show this message and exit" in short.output

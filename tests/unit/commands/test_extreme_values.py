@@ -32,8 +32,8 @@ def refused(*words: str) -> str:
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "v-auto"])
 @pytest.mark.parametrize("costs", ["f=1,i=1,w=1e-300,comm=1", "f=1e-300,i=1,w=1,comm=1e17"])
 def test_a_cost_that_is_nearly_nothing_is_refused(spec: str, costs: str) -> None:
-    """Costs such as 1e-300 are refused, and 0 is accepted. Ratios of costs became infinite, and an
-    OverflowError ended the command."""
+    """Costs such as 1e-300 are refused, and 0 is accepted. Ratios of costs used to become infinite,
+    and an OverflowError ended the command."""
     line = refused(*(word.format(spec) for word in SIMULATE), costs)
     assert f"costs {costs}: 1e-300 is too small; write 0, or costs of at least 1e-18" in line
     costs = costs.replace("1e-300", "0").replace("1e17", "1")
@@ -44,7 +44,7 @@ def test_a_cost_that_is_nearly_nothing_is_refused(spec: str, costs: str) -> None
 @pytest.mark.parametrize("costs", ["f=1,i=1,w=1,comm=1e12", "f=1e-18,i=1e-18,w=1e-18,comm=1"])
 def test_a_search_refuses_messages_that_it_cannot_count(costs: str) -> None:
     """A search refuses messages that take very many times as long as a pass. It counts start times
-    in whole numbers of 32 bits, beyond which numpy raised OverflowError."""
+    in whole numbers of 32 bits, and numpy used to raise OverflowError beyond them."""
     words = [word.format("v-auto") for word in SIMULATE]
     assert "times as long as the passes of a microbatch on a rank" in refused(*words, costs)
     words[1] = "zb-h1"
@@ -53,8 +53,8 @@ def test_a_search_refuses_messages_that_it_cannot_count(costs: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["operations=1e-300,bytes=1", "operations=1,bytes=1e-300"])
 def test_a_gpu_that_computes_nothing_is_refused(gpu: str) -> None:
-    """`plan` refuses a --gpu with nearly no operations or bytes a second. Estimated times became
-    infinite, and an IndexError ended the plan."""
+    """`plan` refuses a --gpu with nearly no operations or bytes a second. Estimated times used to
+    become infinite, and an IndexError ended the plan."""
     line = refused("plan", "--gpu", gpu, f"pp=2,m=4,{MODEL}")
     assert f"GPU {gpu!r}: operations, bytes, host and peers have to be at least 1" in line
 
@@ -79,7 +79,7 @@ def test_a_length_without_a_square_is_refused(length: str, tmp_path: Path) -> No
 )
 def test_a_mistake_in_a_family_names_file_and_line(code: str, why: str, tmp_path: Path) -> None:
     """A mistake in a user's schedule family is reported with file and line. An unintended
-    ValueError was printed like a refusal: as its bare text, or as nothing."""
+    ValueError used to be printed like a refusal: as its bare text, or as nothing."""
     path = tmp_path / "mine.py"
     path.write_text(FAMILY.format(code))
     line = refused("simulate", str(path), "--pp", "2", "-m", "4")

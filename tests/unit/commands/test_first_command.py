@@ -32,8 +32,9 @@ def test_version() -> None:
 
 
 def test_an_older_python_can_read_as_far_as_the_message() -> None:
-    """An older Python can run the package far enough to print which version is required. A checkout
-    run by Python 3.11 ended in an AttributeError about enum, by 3.6 in a SyntaxError."""
+    """An older Python can run the package far enough to print which version is required. Under
+    Python 3.11 a checkout used to end in an AttributeError about enum, and under 3.6 in a
+    SyntaxError."""
     ast.parse(PACKAGE.read_text(), feature_version=(3, 7))
     assert "from __future__" not in PACKAGE.read_text()  # Python 3.6 has no future annotations
 

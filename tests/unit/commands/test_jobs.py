@@ -126,8 +126,8 @@ def test_a_word_says_which_job_it_is(word: str, kind: JobKind) -> None:
 
 
 def test_a_file_without_a_suffix_is_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log may have any name. A misspelt option behind one was answered by "run7 begins a launch
-    command: write -- before it"."""
+    """A log may have any name. A misspelt option after a log named run7 used to give the error
+    "run7 begins a launch command: write -- before it"."""
     monkeypatch.chdir(tmp_path)
     Path("run7").write_text("")
     made = CliRunner().invoke(app, ["plan", "run7", "--memory-limt", "0.5x"])
@@ -237,8 +237,8 @@ def test_flags_behind_sizes_are_options_of_their_schedules() -> None:
 
 def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path) -> None:
     """Flags after a file of arguments belong to its launch, as after a command. Slices without a
-    schedule of ours were accepted as if Megatron's schedule had them, and the overlap flag was
-    ignored."""
+    schedule of ours used to be accepted as if Megatron's schedule had them, and the overlap flag
+    was ignored."""
     file = tmp_path / "a.json"
     file.write_text("{}")
     overlap = job_of(str(file), flags=("--overlap-moe-expert-parallel-comm",))
@@ -252,8 +252,8 @@ def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path
 def test_an_option_that_overrules_a_setting_of_the_launch_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line says that --memory-limit overrules the command's --pipeline-memory-limit. It used
-    to do so without a word."""
+    """A line says that --memory-limit overrules the command's --pipeline-memory-limit. That line
+    used to be missing."""
     file = tmp_path / "a.json"
     file.write_text('{"pipeline_memory_limit": 5}')
     schedule = ("--pipeline-schedule", "zb-v")

@@ -29,7 +29,7 @@ def test_each_requirement_has_a_lower_bound() -> None:
 @nightly("by day the tests of commands run with the newest versions")
 def test_commands_work_with_the_least_versions() -> None:
     """The commands work with the oldest allowed versions of packages. With typer 0.9, which
-    setup.py allowed, every command ended in a traceback."""
+    setup.py used to allow, every command ended in a traceback."""
     folders = [str(fetched(name, version)) for name, version in least_versions().items()]
     ended = subprocess.run(
         [

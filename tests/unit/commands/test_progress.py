@@ -169,7 +169,7 @@ def test_cache_that_cannot_be_written_is_mentioned_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A cache folder that cannot be written is mentioned once. On a cluster with a full home folder
-    each start searched again, and no message said why."""
+    each start repeats the search, and no message used to say why."""
     shorten_search(monkeypatch)
     blocked = tmp_path / "file"
     blocked.write_text("in the way")

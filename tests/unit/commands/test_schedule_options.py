@@ -67,7 +67,7 @@ def test_every_option_of_a_schedule_is_declared_once() -> None:
     ],
 )
 def test_a_mistake_names_the_option_of_the_command(words: tuple[str, ...], text: str) -> None:
-    """A refusal of `simulate` names the option as the command spells it. Each mistake was refused
-    by a check of its own, in other words."""
+    """A refusal of `simulate` names the option as the command spells it. `simulate` used to have
+    checks of its own, whose errors had other words."""
     ended = CliRunner().invoke(app, ["simulate", "1f1b", "--pp", "2", "-m", "4", *words])
     assert ended.exit_code == 2 and text in " ".join(ended.output.split()), ended.output

@@ -86,7 +86,8 @@ def test_job_that_is_best_is_kept() -> None:
 
 def test_unchecked_parts_are_named_with_the_answers_that_rest_on_them() -> None:
     """`plan --any-sizes` names the parts of its estimate that no measurement has checked, with each
-    answer that depends on them. An answer with context parallelism was not marked."""
+    answer that depends on them. An answer with context parallelism used to be printed without such
+    a remark."""
     best = replace(BEST, not_checked=("context parallelism", "offload"))
     control = replace(CONTROL, not_checked=("context parallelism",))
     own = replace(OWN, not_checked=("experts across nodes",))

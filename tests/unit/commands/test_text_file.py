@@ -57,9 +57,9 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The helper that emulates a full disk writes no bytecode of modules. A test with it passed
-    once and never again on the same machine, because modules that it imported first had bytecode
-    that was cut off, for all later processes."""
+    """The helper that emulates a full disk writes no bytecode of modules. A test with it used to
+    pass once and never again on the same machine: the bytecode of modules that it imported first
+    was cut off, for all later processes."""
     (tmp_path / "new_module.py").write_text(f"text = {'x' * 1000!r}")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -101,8 +101,8 @@ def test_a_file_that_the_shell_has_opened_is_not_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A command that writes to /dev/stdout does not replace the file that the shell has opened.
-    `--csv /dev/stdout >> log` replaced the log: its contents and the rest of the command's output
-    were lost."""
+    `--csv /dev/stdout >> log` used to replace the log: its contents and the rest of the command's
+    output were lost."""
     log = tmp_path / "log"
     log.write_text("earlier\n")
     words = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--csv", "/dev/stdout"]

@@ -209,8 +209,8 @@ def test_evaluation_holds_nothing() -> None:
 )
 def test_no_limit_applies_to_an_evaluation(spec: str, limit: MemoryLimit) -> None:
     """No memory limit applies to an evaluation. A limit of 0.6x in a training of 8 microbatches
-    came to 0.6 microbatches in an evaluation of one, for which families had no passes: the training
-    died in its first evaluation."""
+    used to become 0.6 microbatches in an evaluation of one microbatch. No family can run within
+    that limit, so the training ended in its first evaluation."""
     resolved, unlimited = choose(spec).without_search, problem_for(spec, 4, 1, forward_only=True)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (1e6,) * unlimited.placement.stages)
     unlimited = replace(unlimited, costs=unlimited.costs.with_passes(held_bytes=held))
@@ -239,9 +239,9 @@ def test_the_limit_that_a_refusal_names_will_do(
     spec: str, size: tuple[int, int], limit: str
 ) -> None:
     """A family that refuses a memory limit names a larger one, within which it succeeds. The
-    schedules gis and interleaved-zb named only the first pass beyond the limit. Bytes were printed
-    as 8.5e+09, rounded down, which is no valid limit. With chunks of unequal size, a rank that
-    stores most of its larger chunk did not fit within the named limit."""
+    schedules gis and interleaved-zb used to name only the first pass beyond the limit. Bytes were
+    printed as 8.5e+09, which is no valid limit, and rounded down. With chunks of unequal size, a
+    rank that stores most microbatches of its larger chunk did not fit within the named limit."""
     p, m = size
     unlimited = problem_for(spec, p, m)
     stages = unlimited.placement.stages
@@ -289,7 +289,7 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
 @pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
     """The step of the schedule zb-auto gets no longer with a larger memory limit, and is no longer
-    than the step of another family on a linear placement. Only trying shows this, because the
+    than the step of another family on a linear placement. Only a test shows this, because the
     trials under a larger limit do not include all those under a smaller one."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]

@@ -167,8 +167,8 @@ def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_no_microbatch_that_does_not_exist(name: str) -> None:
     """The schedules zb-v and dualpipe-v contain only existing microbatches. A published table needs
-    at least 2p-1 or 2p of them, and is cut for fewer; other packages build a table with
-    microbatches for which the data iterator has no data."""
+    at least 2p-1 or 2p microbatches. For fewer it is cut here, while other packages build a table
+    with microbatches for which the data iterator has no data."""
     for m in range(1, 8):
         schedule = choose(name).build(problem_for(name, 4, m, *EQUAL))
         assert {action.microbatch for row in schedule.rows for action in row} == set(range(m))
@@ -181,8 +181,8 @@ def test_weight_gradients_take_their_ranks_next_free_slot() -> None:
 
 
 def test_squeezing_takes_idle_time_out_as_far_as_memory_allows() -> None:
-    """Squeezing a building block removes idle time as far as memory allows. The block starts a
-    microbatch after the one before has ended, 12 slots of 1/2 later."""
+    """Squeezing a building block removes idle time as far as memory allows. Before it is squeezed,
+    the block starts each microbatch when the one before has ended, 12 slots of 1/2 later."""
     block = BuildingBlock(12, {F: (0, 1, 2, 3), B: (10, 8, 6, 4)})
     rows = {held: squeeze(block.unroll(4), v(2), chunks_held=held) for held in (2, 3, 4)}
     for held, row in rows.items():

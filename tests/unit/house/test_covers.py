@@ -72,8 +72,8 @@ def test_what_is_not_understood_is_an_error(mark: Any, told: str) -> None:
 
 
 def test_values_stand_for_others() -> None:
-    """In a `covers` mark some values stand for others: two ranks stand for more, two names for one
-    setting, and a list for each of its words."""
+    """In a `covers` mark some values stand for others: two ranks stand for any larger number, a
+    setting has two names, and a list stands for each of its words."""
     two = features({"context_parallel_size": 2})
     assert two == features({"context_parallel_size": 32}) and len(two) == 1
     assert features({"sft": True}) == features({"enable_offline_packing": True})

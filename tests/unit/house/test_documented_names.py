@@ -96,7 +96,7 @@ def test_files_exist(page: Path) -> None:
 
 def test_who_comes_from_zero_bubble_finds_each_feature() -> None:
     """docs/comparison.md, for readers who come from the zero-bubble paper's own code, names the
-    flag of every feature. It used to say "not there yet" of offload and of measured costs months
+    flag of every feature. It used to say that offload and measured costs are "not there yet" months
     after they existed."""
     page = (ROOT / "docs" / "comparison.md").read_text()
     to_look_at_a_run = {"trace", "trace_iters", "report_split", "metrics", "race", "race_then"}

@@ -385,8 +385,8 @@ def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
 def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
     """A new kind of action touches ten files: its member, its rule with cost, colour and legend, a
     named transform, a handler whose owner is named, and the commands that simulate and plan. It
-    used to touch 16 files of the package when proof, simulation, memory and pictures had tables of
-    their own."""
+    used to touch 16 files of the package while proof, simulation, memory account and pictures had
+    tables of their own."""
     edits = of_package(_KIND) + _LISTS_OF_KINDS
     files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
@@ -399,7 +399,8 @@ def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
 def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None:
     """A new setting that changes a schedule touches 14 files outside its feature's folder: its
     field, the option with its conflict, the lists of three levels, pages and tests, and the keyword
-    of `install`, which a command writes. Of the package it touches six files; it once touched 33.
+    of `install`, which a command writes. Six of these files are in the package. It used to touch 33
+    files of the package.
     """
     edits = of_package(_FLAG) + _LISTS_OF_FLAGS
     files = touched(edits, _RUN_FLAG, tmp_path)

@@ -49,9 +49,9 @@ def tags(text: str) -> Counter[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_it_reads_as_on_github(page: Path, site: Path) -> None:
-    """A page has the same elements on the site as on GitHub. A list right below a line of text was
-    a list on GitHub, and part of that line on the site. Text within HTML is Markdown on the site
-    only if an attribute says so."""
+    """A page has the same elements on the site as on GitHub. A list right below a line of text used
+    to be a list on GitHub, and part of that line on the site. Text within HTML is Markdown on the
+    site only if an attribute of the HTML element says so."""
     expected = tags(MarkdownIt("commonmark").enable("table").render(page.read_text()))
     assert tags(html(site, page)) == expected
 

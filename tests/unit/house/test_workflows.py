@@ -76,7 +76,7 @@ def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
 
 def test_a_runner_of_our_own_is_asked_for_only_where_there_is_one() -> None:
     """A workflow requests a self-hosted runner only in a repository that has one (HAS_GPU_RUNNER).
-    In clones the job waited a day for a runner, and failed."""
+    In clones the job used to wait a day for a runner, and failed."""
     for file in WORKFLOWS:
         for name, job in read(file)["jobs"].items():
             if "self-hosted" in job.get("runs-on", ""):

@@ -144,7 +144,8 @@ def test_a_number_or_a_path_is_the_same_as_its_text(name: str) -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused(given: dict[str, Any], text: str) -> None:
-    """`install(post_validation="false")` switched post-validation on."""
+    """`install` refuses a value of a wrong type. `install(post_validation="false")` used to switch
+    post-validation on."""
     with pytest.raises(ValueError, match=text):
         megatron_ext.install("zb-h1", **given)
     assert not applied()

@@ -146,9 +146,9 @@ def test_alias_bound_after_apply_is_restored(theirs: Any, make_module: MakeModul
 def test_undo_leaves_alone_who_held_the_substitute_in_its_own_right(
     theirs: Any, make_module: MakeModule
 ) -> None:
-    """Undoing a patch restores only references that the patch replaced. One no-op replaced two
-    functions; undoing the second turned every alias of the no-op, and its own name, into the second
-    function."""
+    """Undoing a patch restores only references that the patch replaced. If one no-op had replaced
+    two functions, undoing the second patch used to turn every alias of the no-op, and its own name,
+    into the second function."""
     helpers: Any = make_module("fake_helpers", "def nothing(*args, **kwargs): return None")
     user: Any = make_module("fake_user", "from fake_theirs import train, other")
     stock, nothing = state(theirs), helpers.nothing
@@ -169,7 +169,7 @@ def test_undo_leaves_alone_who_held_the_substitute_in_its_own_right(
 
 def test_constant_changes_at_its_target_only(theirs: Any, make_module: MakeModule) -> None:
     """Patching a constant changes only its target. ``False`` is one object in the whole process:
-    rebinding its aliases changed every flag of every module."""
+    rebinding its aliases used to change every flag of every module."""
     bystander: Any = make_module("fake_bystander", "OFF = False\nON = True\nNOTHING = None")
     before = state(bystander)
     with apply(
@@ -267,8 +267,8 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
 def test_module_that_fails_to_import_is_a_missing_target(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A target whose module fails to import counts as missing. A compiled extension without its
-    library raises OSError, not ImportError."""
+    """A target whose module fails to import counts as missing. A compiled extension whose library
+    is missing raises OSError, not ImportError."""
     (tmp_path / "fake_extension.py").write_text("raise OSError('libfake.so: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PatchError, match=r"OSError: libfake.so"):
@@ -307,8 +307,8 @@ def test_an_unknown_source_is_allowed_until_it_changes(
 
 
 def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> None:
-    """A patch with the signatures of several versions fits each of them and no other. Megatron 0.19
-    gave functions an argument that 0.18 does not know."""
+    """A patch with the signatures of several versions fits each of them and no other. In Megatron
+    0.19 some functions have an argument that they lack in 0.18."""
     older, newer = "(steps)", plain_signature(theirs.train)
     known = wrap("fake_theirs:train", ours, reason="test", signature=(older, newer))
     with apply([known]):
@@ -349,9 +349,9 @@ def test_class_attributes_are_put_back_exactly(
 
 
 def test_methods_are_bound_as_the_originals_were(theirs: Any) -> None:
-    """A wrapped method is bound like the original one. The wrapper of a static method was called
-    with the instance in front, and that of a class method lost the subclass on which it was
-    called."""
+    """A wrapped method is bound like the original one. The wrapper of a static method used to be
+    called with the instance as its first argument, and the wrapper of a class method lost the
+    subclass on which it was called."""
     with apply(
         [
             wrap("fake_theirs:Layer.forward", ours, reason="test"),
@@ -398,8 +398,8 @@ def test_lazy_module_attribute_is_lazy_again_after_undo(make_module: MakeModule)
 def test_failure_during_the_swap_undoes_all(
     theirs: Any, make_module: MakeModule, failing: Patch
 ) -> None:
-    """If a patch fails while patches are applied, all are undone. Undoing the failed patch raised
-    an error itself, and left all earlier patches in place."""
+    """If a patch fails while patches are applied, all are undone. Undoing the failed patch used to
+    raise an error itself, so all earlier patches stayed in place."""
     user: Any = make_module("fake_user", "from fake_theirs import train")
     before, stock = state(theirs), theirs.train
     patches = [
@@ -446,7 +446,7 @@ def test_stale_references_names_partials_and_closures(theirs: Any) -> None:
 
 def test_engine_itself_is_no_stale_reference(theirs: Any) -> None:
     """The engine's own records do not count as stale references to an original. A second set of
-    patches on the same target took these records for such references."""
+    patches on the same target used to take these records for such references."""
     patches = [
         replace("fake_theirs:other", lambda: None, reason="test"),
         wrap("fake_theirs:train", ours, reason="test"),
@@ -484,7 +484,7 @@ def test_digest_is_of_the_code(make_module: MakeModule) -> None:
 
 def test_digest_of_a_method_with_text_at_the_margin(make_module: MakeModule) -> None:
     """A method has a digest if its text contains a line at the margin. `textwrap.dedent` finds no
-    common margin there, so the source could not be parsed."""
+    common margin there, so the source used to be unparsable."""
     module: Any = make_module("fake_margin", 'class A:\n    def f(self):\n        """A\nB"""\n')
     assert len(source_digest(module.A.f)) == 12
 

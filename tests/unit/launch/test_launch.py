@@ -84,7 +84,7 @@ def test_first_host(nodes: str, host: str) -> None:
 
 def test_a_batch_script_is_one_process() -> None:
     """A SLURM batch script counts as one process. SLURM gives its process a rank and no number of
-    tasks, and the launch ended with a KeyError."""
+    tasks, and the launch used to end with a KeyError."""
     batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
     alone = {
         "RANK": "0",
@@ -119,8 +119,8 @@ def test_a_slurm_that_tells_too_little(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Missing or wrong SLURM variables give an error that names them. Each case ended in a
-    traceback: a KeyError, or an error of torch's about an address."""
+    """Missing or wrong SLURM variables give an error that names them. Each case used to end in a
+    traceback: of a KeyError, or of torch's error about an address."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(errors, "FIRST_SECONDS", 0.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -255,8 +255,8 @@ def test_variables_stand_for_flags_and_a_flag_counts(
 def test_flags_of_a_plan_replace_those_of_the_command(
     is_flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron gets each flag of a plan once. It got --pipeline-p2p, which a plan leaves as it is,
-    twice, and --pipeline-schedule plan before the schedule that was chosen."""
+    """Megatron gets each flag of a plan once. It used to get --pipeline-p2p, which a plan leaves as
+    it is, twice, and to get `--pipeline-schedule plan` before the flag with the chosen schedule."""
     script = tmp_path / "train.py"
     script.write_text("")
     given = ["--lr", "1", "--pipeline-schedule", "plan", "--micro-batch-size", "2"]
@@ -344,8 +344,8 @@ def test_a_search_that_finds_nothing_ends_the_training_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A memory limit that only a search finds too low ends the training in one line. The first step
-    ended in a traceback on every rank. (The test emulates a GPU, because the CPU platform would
-    import Megatron.)"""
+    used to end in a traceback on every rank. (The test emulates a GPU, because the CPU platform
+    would import Megatron.)"""
     (script := tmp_path / "x.py").write_text(
         "from megatron_ext.compile.program.verify import OverLimit\nraise OverLimit('too low')"
     )
@@ -406,8 +406,8 @@ def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
 
 def test_flags_leave_plain_values_in_the_arguments() -> None:
     """Our flags leave only plain values in Megatron's arguments. A checkpoint stores these
-    arguments, and could not be loaded without our package, because the default of --pipeline-p2p
-    was a member of an enum of ours."""
+    arguments. Without our package it could not be loaded, because the default of --pipeline-p2p
+    used to be a member of an enum of ours."""
     arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
     assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
 
@@ -416,8 +416,8 @@ TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
 
 
 def test_the_iterations_to_trace() -> None:
-    """--pipeline-trace needs no iterations, and accepts a range of them. Users had to name
-    iterations, only to learn a bubble."""
+    """--pipeline-trace needs no iterations, and accepts a range of them. Users who wished to know
+    only the bubble used to have to name iterations."""
     assert PipelineConfig.parse(**TRACE).trace_iters is None
     assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
 
@@ -520,9 +520,9 @@ def test_a_mistake_of_one_rank_or_node_is_said_by_it(
     rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
     """A mistake of a single rank or node is printed by that rank. When only global rank 0 printed
-    mistakes, a schedule file that another node lacked ended the launch with status 2 and no
-    message. When each node's first rank did, a wrong variable on another rank still ended the
-    launch without a message."""
+    mistakes, a schedule file that is missing on another node ended the launch with status 2 and no
+    message. When each node's first rank printed them, a wrong variable on another rank still ended
+    the launch without a message."""
     assert node.says(rank, local_rank) == said
 
 
@@ -548,9 +548,9 @@ def test_a_mistake_of_all_ranks_is_said_once_a_node(
 def test_a_mistake_is_said_where_nothing_can_be_written(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake is printed even if the note that it was printed cannot be written (full disk, no
-    temporary folder): the line may then come twice. A process without stderr exits with the same
-    status."""
+    """A mistake is printed even if a rank cannot write the file by which the others know that it
+    was printed (full disk, no temporary folder); the line may then be printed twice. A process
+    without stderr exits with the same status."""
     monkeypatch.setenv("TMPDIR", "/proc/nothing/here")
     assert node.says("9", "1") and node.says("10", "2")
     monkeypatch.setattr("sys.stderr", None)

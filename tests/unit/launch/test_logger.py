@@ -85,8 +85,8 @@ def test_they_can_be_redirected(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_training_goes_on_without_a_line_that_cannot_be_written(
     level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A training continues if a log line cannot be written. The disk of the log was full, and a
-    line about measured costs ended a training."""
+    """A training continues if a log line cannot be written. If the log's disk was full, a line
+    about measured costs used to end the training."""
     closed = io.StringIO()
     closed.close()
     with monkeypatch.context() as broken, open("/dev/full", "w") as full:

@@ -69,7 +69,7 @@ def test_a_command_that_needs_torch_says_so_in_one_line(
     tmp_path: Path, command: str, missing: tuple[str, ...], said: str
 ) -> None:
     """A command that needs torch or Megatron says so in one line if it is not installed. Each of
-    these commands ended in a traceback."""
+    these commands used to end in a traceback."""
     result = run(tmp_path, command, missing)
     assert result.returncode == 2, result.stderr
     assert said in result.stderr and re.fullmatch(r"megatron[-_]ext: error: .*\n", result.stderr), (

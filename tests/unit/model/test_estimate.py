@@ -124,7 +124,7 @@ def test_attention_has_no_weight_gradient() -> None:
 
 def test_fused_attention_recomputes_its_scores() -> None:
     """I of fused attention recomputes the scores, which is half of attention's forward pass.
-    Estimates had omitted that time."""
+    Estimates used to omit that time."""
     plain, fused = costs_of(), costs_of(fused=True)
     more = fused.seconds[I][1] - plain.seconds[I][1]
     assert more * WHOLE.attention == pytest.approx(4 * TOKENS * WIDTH * TOKENS)
@@ -133,8 +133,8 @@ def test_fused_attention_recomputes_its_scores() -> None:
 
 def test_local_layers_with_flash_attention_write_no_scores() -> None:
     """Megatron's local layers with flash attention have kernels of their own, and write no matrix
-    of scores. They could not be described: trainings with them were estimated as of Transformer
-    Engine's layers, whose passes are shorter."""
+    of scores. Trainings with them used to be estimated as trainings with Transformer Engine's
+    layers, whose passes are shorter."""
     rates = GPUS["a100"].rates()
     runs: tuple[dict[str, Any], ...] = ({}, {"local_flash_attention": True}, {"fused": True})
     local, flash, engine = (
@@ -151,8 +151,8 @@ def test_local_layers_with_flash_attention_write_no_scores() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
-    """Unfused attention takes time for reading and writing its matrix of scores. GPT 175B without
-    fused attention was predicted to take 0.76 of its published step time."""
+    """Unfused attention takes time for reading and writing its matrix of scores. The prediction for
+    GPT 175B without fused attention used to be 0.76 times its published step time."""
     moving = replace(WHOLE, linear=math.inf, matrix=math.inf, attention=math.inf, memory=1e12)
     moving = replace(moving, attention_backward=math.inf)
     plain, fused, recomputed = (
@@ -320,7 +320,7 @@ def test_the_output_layer_is_on_the_last_stage() -> None:
 
 
 def test_the_loss_and_the_embeddings_table_take_memory() -> None:
-    """The loss and the embedding's table take time for memory traffic: each microbatch sums the
+    """The loss and the embedding's table take time for memory traffic: each microbatch adds to the
     gradient of the whole table, whichever rows its tokens use."""
     costs = costs_of(rates=GPU, vocabulary=50304)
     fused = costs_of(rates=GPU, vocabulary=50304, loss_fusion=True)
@@ -357,7 +357,7 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
 
 def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
     """Costs of multi-token prediction are on the stage that the layout gives; only its runs of the
-    output layer are on the last stage. All of it was counted on the last stage."""
+    output layer are on the last stage. All of it used to be counted on the last stage."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     counts, run = [4, 4, 8, 0], replace(RUN, tensor_parallel=1)
     before, without = (
@@ -377,8 +377,8 @@ def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
 
 def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> None:
     """Messages behind the stage of multi-token prediction carry one more hidden state for each
-    depth, and messages before that stage carry one. Seconds and bytes were counted for one hidden
-    state everywhere."""
+    depth, and messages before that stage carry one. Seconds and bytes used to be counted for one
+    hidden state everywhere."""
     model = replace(gpt(16, 50304), mtp_num_layers=2)
     stages = stages_of(model, [4, 4, 8, 0], [0, 0, 2, 0])
     costs = estimate(model, stages, replace(RUN, tensor_parallel=1), WHOLE)
@@ -724,8 +724,10 @@ def test_what_no_measurement_has_checked_is_said() -> None:
 
 
 def test_sparse_attention_has_no_estimate() -> None:
-    """Costs of sparse attention were those of plain attention, without a word, though published
-    steps take a fifth to six times as long. A schedule is still made for them."""
+    """The estimated costs of a model with sparse attention say that there is no estimate, and texts
+    made from them predict no bubble. Their numbers are those of plain attention, for which a
+    schedule is still made, though published steps take a fifth to six times as long. They used to
+    be given without a word about this."""
     model = gpt(8, 1000)
     plain = estimate(model, stages_of(model, [2] * 4), RUN, WHOLE)
     sparse = replace(model, sparse_attention="dsa")

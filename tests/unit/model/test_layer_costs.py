@@ -164,8 +164,8 @@ def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
     is_divided: bool, tmp_path: Path
 ) -> None:
     """An encoder's measured time is the part of the first stage's time that its layers do not
-    explain; the other stages determine the layers. No costs by layer type were written for models
-    with an encoder."""
+    explain; the other stages determine the layers. No costs by layer type used to be written for
+    models with an encoder."""
     counts = [2, 1, 2, 2, 1, 1, 2, 1]
     measured = replace(TRUE, tower=TOWER)
     costs = costs_of(counts, replace(RATES, measured=measured))

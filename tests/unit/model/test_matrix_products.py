@@ -119,8 +119,8 @@ def test_a_dropout_of_local_layers_draws_its_numbers() -> None:
 
 
 def test_frozen_layers_have_no_weight_gradient_in_an_unsplit_pass() -> None:
-    """Frozen layers with a whole backward pass have no weight gradient in I. The captured layers of
-    LoRA recipes were given one, so their steps were estimated a third too long."""
+    """Frozen layers with a whole backward pass have no weight gradient in I. Layers in CUDA graphs,
+    as in LoRA recipes, used to be estimated with one, so their steps came out a third too long."""
     model = Model(("*-",), 1024, 8, 8, 128, ffn_hidden_size=4096, vocabulary=0)
     (stage,) = stages_of(model, [1])
     run = Execution(4096, captured=frozenset({"mlp", "attn"}), userbuffers=frozenset({"row"}))
@@ -255,8 +255,9 @@ def test_temporary_tensors_of_the_loss() -> None:
 
 def test_weights_are_gathered_in_the_form_that_crosses_the_network() -> None:
     """Data-parallel ranks gather each trained weight once, in the form that crosses the network.
-    The bytes of all stored forms were counted as gathered: 4 of a matrix's element in FP8, where 2
-    are, or 1 if FP8 is stored alone; and those of frozen weights, which nothing gathers."""
+    The estimate used to count all stored bytes as gathered: 4 bytes for each element of a matrix in
+    FP8, although 2 are gathered, or 1 if only FP8 is stored. It also counted frozen weights, which
+    are not gathered."""
     width = 64
     model = Model(("*-",), width, 4, 4, 16, ffn_hidden_size=4 * width, vocabulary=0)
     run = Execution(128)

@@ -75,8 +75,9 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
 
 def test_the_share_is_that_of_gpu_dispatcher_and_queues() -> None:
     """The share of messages that overlapped passes hide depends on the GPU, the dispatcher and the
-    number of hardware queues. A share of one third was assumed for every GPU and dispatcher. A plan
-    for Blackwell with tensor parallelism, made on a machine without a GPU, assumed one sixth."""
+    number of hardware queues. A share of one third used to be assumed for every GPU and dispatcher,
+    and one sixth in a plan for Blackwell with tensor parallelism that was made on a machine without
+    a GPU."""
     blackwell = GPUS["b200"].rates(EXECUTION.precision)
     in_one = replace(EXECUTION, has_one_queue=True)
     assert hidden_share(EXECUTION, RATES) == pytest.approx(1 / 3)

@@ -97,8 +97,8 @@ def test_mlp_of_plain_pytorch() -> None:
 
 
 def test_what_is_recomputed_is_there_at_once() -> None:
-    """While layers are recomputed, their activations count as temporary bytes. Recomputed layers
-    counted as their inputs only."""
+    """While layers are recomputed, their activations count as temporary bytes. Only the inputs of
+    recomputed layers used to be counted."""
     model, stage = replace(MODEL, layers=("*-",) * 4), Stage(("*-",) * 4)
     whole = held_of_stage(model, Stage(("*-",)), RUN)[0]
     plain = temporary_bytes(model, stage, RUN)

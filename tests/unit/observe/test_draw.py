@@ -68,7 +68,7 @@ def test_svg_of_two_timelines(tmp_path: Path) -> None:
 
 def test_hatching_and_the_greys_of_memory_have_keys(tmp_path: Path) -> None:
     """The legend of a picture explains hatched boxes, and which ranks' memory the grey curves show.
-    No legend did."""
+    No legend used to explain them."""
     path = tmp_path / "picture.svg"
     draw([timeline_of("1f1b", 4, 4), two_chunks()], path)
     assert {_HATCHED, "memory of rank 0", "memory of the last rank"} <= {
@@ -243,7 +243,7 @@ def lab(colour: str, vision: object) -> np.ndarray:
 
 def test_all_visions_tell_the_kinds_of_passes_apart() -> None:
     """People with any kind of colour vision can tell the kinds of passes apart by colour. The input
-    gradient and the whole backward pass were two similar oranges."""
+    gradient and the whole backward pass used to be two similar oranges."""
     assert F in COLOURS
     colours = {**{kind.name: colour for kind, colour in COLOURS.items()}, "bubble": BUBBLE}
     for name, vision in VISIONS.items():

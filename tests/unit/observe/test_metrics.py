@@ -154,8 +154,9 @@ def test_the_line_of_an_interval() -> None:
 
 
 def test_metrics_without_an_estimate_predict_nothing() -> None:
-    """Metrics of a model with sparse attention, of which there is no estimate, stood next to the
-    bubble of plain attention as the predicted one, and a warning told of the difference."""
+    """Metrics of a model with sparse attention, of which there is no estimate, have no predicted
+    bubble or time, and no warning compares them. They used to show the bubble of plain attention as
+    the predicted one, and a warning reported the difference."""
     program = program_of("1f1b", 2, 4)
     predicted = simulate(program, program.problem.costs)
     ranks = told(program, [predicted])

@@ -1,8 +1,8 @@
 """Tests of predictions from a trace of Megatron's own step, for a model with a heavy output layer.
 
-A rank's work, with the output layer, was split evenly over its stages: the step of the schedule
-zb-v was predicted to take 0.80 of the time of Megatron's, and took 0.99. The times are simulated
-here, so that the right answers are known.
+A rank's work, with the output layer, used to be split evenly over its stages: the step of the
+schedule zb-v was predicted to take 0.80 times as long as Megatron's, and took 0.99 times as long.
+The times are simulated here, so that the right answers are known.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def test_without_parts_all_is_cut_evenly() -> None:
 
 
 def test_a_stage_of_ones_own_keeps_its_time() -> None:
-    """A stage that exists under both placements keeps its measured time. Nothing is fitted under
-    Megatron's own placement, or another one with as many stages."""
+    """A stage that exists under both placements keeps its measured time. Under Megatron's own
+    placement, or another one with as many stages, no time is fitted."""
     costs = costs_of(seen("1f1b", 2, parts(2, 5.0))).costs(2)
     assert costs is not None
     for kind, figures in true_costs(2).seconds.items():
@@ -170,9 +170,9 @@ def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
 
 @pytest.mark.parametrize("output", [0.5, 1.0, 2.0])
 def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float) -> None:
-    """The prediction knows on which stage the traced run had multi-token prediction. It ran on a
-    stage before that of the loss, but its time was attributed to the last stage, whose output layer
-    was therefore assumed to be shorter."""
+    """The prediction knows on which stage the traced run had multi-token prediction. If it ran on a
+    stage before that of the loss, its time used to be attributed to the last stage, whose output
+    layer was therefore assumed to be shorter."""
     doubled = tuple(2 * part for part in parts(4, output).last["output layer"])
     estimate = ModelParts(
         tuple(("layer",) * layers + (DEPTH,) * depths for layers, depths in OWN_STAGE),

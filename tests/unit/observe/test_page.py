@@ -98,8 +98,8 @@ def test_every_pass_has_its_box(sort: str) -> None:
 
 @EACH
 def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
-    """On a page no action starts before the one that it waits for has ended. In a simulated run an
-    action also starts as soon as the last of these has ended."""
+    """On a page no action starts before the one that it waits for has ended. In a simulated run a
+    pass starts as soon as the last of the actions that it waits for has ended."""
     run = simulated_run("x", ALL_SORTS[sort], steps=2)
     for place, box in enumerate(run.boxes):
         ends = [run.boxes[other].end for other in before(run.boxes, place)]
@@ -362,8 +362,9 @@ def labels_of(page: Page, width: int, folder: Path) -> list[list[str]]:
 
 
 def test_labels_of_a_row_have_one_form(tmp_path: Path) -> None:
-    """Each row of a page names its passes in full, such as 2F1, or numbers their microbatches. Long
-    passes had names and short ones in the same row numbers, so that 10 next to 2F1 was ambiguous.
+    """Each row of a page names its passes in full, such as 2F1, or numbers their microbatches. In
+    one row long passes used to have names and short ones numbers, so that 10 next to 2F1 was
+    ambiguous.
     """
     run = simulated_run("1f1b", program_of("1f1b", 4, 12))
     forms = set()

@@ -283,8 +283,8 @@ def test_the_row_can_be_pasted() -> None:
 
 
 def test_a_race_without_an_estimate_predicts_no_bubble(tmp_path: Path) -> None:
-    """A race of a model with sparse attention, of which there is no estimate, told the bubble of
-    plain attention as predicted. It tells that there is none, also after a restart."""
+    """A race of a model with sparse attention, of which there is no estimate, says so next to its
+    bubble, also after a restart. It used to print the bubble of plain attention as predicted."""
     two = contestants(None, ["zb-h1"])
     race = Race(two.baseline, two.candidates)
     drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
@@ -313,8 +313,8 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     candidate: float, measured: float, predicted: float, says: str | None
 ) -> None:
     """A gain that exceeds what removing the whole bubble would give is called noise. A race on a
-    busy machine chose a schedule with a ratio of 1.291, outside its spread, although removing the
-    whole bubble would have given 1.16."""
+    busy machine used to choose a schedule that seemed 1.291 times as fast, more than its spread,
+    although removing the whole bubble would have made it only 1.16 times as fast."""
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
@@ -368,9 +368,9 @@ def test_a_race_that_none_could_run_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
-    """A race record is refused unless a race can have written it. Of 395 changed records 120 were
-    accepted: negative seconds won, and a winner that is no schedule ended each later start in a
-    traceback."""
+    """A race record is refused unless a race can have written it. Of 395 changed records, 120 used
+    to be accepted: negative seconds won, and a winner that is no schedule ended each later start in
+    a traceback."""
     values: list[Any] = [
         None,
         True,

@@ -114,7 +114,7 @@ def test_a_trace_tells_the_speeds(tmp_path: Path) -> None:
 
 def test_noise_of_a_few_steps_is_no_speed(tmp_path: Path) -> None:
     """A trace of few noisy steps gives no rank speeds for a plan. The medians of three steps, in
-    which ranks took up to 30 % longer by turns, were written into a recommended command as
+    which rank 1 took 7, 30 and 12 % longer, used to be written into a recommended command as
     --pipeline-rank-speeds."""
     file = TraceFile(tmp_path / NAME)
     for iteration, times in enumerate((1.07, 1.3, 1.12)):

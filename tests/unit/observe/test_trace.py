@@ -286,7 +286,7 @@ def test_an_odd_trace_is_named_with_the_place(
     change: Callable[[Events], Events], why: str, tmp_path: Path
 ) -> None:
     """The command `trace` refuses an invalid trace with file and place of the mistake. A trace that
-    a user had filtered, merged or written by hand ended the command with a traceback."""
+    a user has filtered, merged or written by hand used to end the command with a traceback."""
     written(tmp_path)
     events = change(events_of(tmp_path))
     (tmp_path / "new" / NAME).write_text(json.dumps({"version": 3, "traceEvents": events}))
@@ -310,7 +310,7 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
 
 def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
     """The tracks of a trace have names even if the first step did not fit on the disk. The names
-    were assumed to be in the file, which was empty."""
+    used to be assumed to be in the file, which was empty."""
     file = TraceFile(tmp_path / NAME)
     with full_disk(1000), pytest.raises(OSError, match=NAME):
         file.add(traced_step(1, measured(1.0), SIMULATED, 0.0))
@@ -344,7 +344,7 @@ def test_the_command_names_what_cost_the_most(tmp_path: Path) -> None:
 
 def test_a_trace_has_a_limit_on_disk(tmp_path: Path) -> None:
     """A trace stops growing at a limit, and the error names the file. A training with
-    --pipeline-trace-iters 1:1000000 filled the disk."""
+    --pipeline-trace-iters 1:1000000 used to fill the disk."""
     step = traced_step(7, measured(1000.0), SIMULATED, 0.0)
     limit = 3.5 * bytes_of_step(SIMULATED)
     file = TraceFile(tmp_path / NAME, limit)

@@ -98,9 +98,9 @@ def test_a_step_of_1f1b() -> None:
 def test_megatrons_own_step_waits_as_it_did(
     spec: str, executor: StockExecutor, tmp_path: Path
 ) -> None:
-    """The prediction of Megatron's own step includes its waits for messages. The step was predicted
-    as our executor would run it, shorter than measured, and our gains were compared with a step
-    that Megatron does not have."""
+    """The prediction of Megatron's own step includes its waits for messages. The step used to be
+    predicted as our executor would run it, shorter than measured, so our gains were computed
+    against a step that Megatron does not have."""
     step = seen(spec, 4, 8, hop=0.1, executor=executor)
     TraceFile(tmp_path / "trace.json").add(step)
     told = what_if(costs_of(read_trace(tmp_path)[0]), seconds=0.0)

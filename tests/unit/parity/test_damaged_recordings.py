@@ -1,8 +1,8 @@
 """Tests of recordings that were damaged, cut off or mixed up, in comparisons by `megatron-ext
 parity`.
 
-Of 70 recordings with one change each, 15 ended the comparison in a traceback. If all digests of one
-run were missing, the verdict was "the same to the last bit".
+Of 70 recordings with one change each, 15 used to end the comparison in a traceback. If all digests
+of one run were missing, the verdict was "the same to the last bit".
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_a_damaged_recording_is_named_with_its_value(seed: int, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["digests", "tensors", "losses"])
 def test_a_run_without_numbers_is_not_the_same(name: str, tmp_path: Path) -> None:
     """`parity compare` refuses a recording without digests, tensors or losses. If one of two runs
-    had no digests at all, the verdict was "the same to the last bit" with exit status 0."""
+    had no digests at all, the verdict used to be "the same to the last bit" with exit status 0."""
     for folder in ("A", "B"):
         write(tmp_path / folder, Course())
     for file in (tmp_path / "B").glob("*.jsonl"):

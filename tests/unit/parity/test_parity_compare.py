@@ -92,7 +92,7 @@ def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
 def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Path) -> None:
     """A difference does not count if stock with another order of sums differs as much (a second
     floor). Run A repeats itself to the last bit, so every bit by which slices of a sequence differ
-    counted as a difference."""
+    used to count as a difference."""
 
     def recorded(name: str, by: float) -> RunRecording:
         return read_recording(write(tmp_path / name, A.but(changed=nudged(by), changed_from=1)))
@@ -114,7 +114,7 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
 
 def test_ulps_around_zero_are_omitted(tmp_path: Path) -> None:
     """Differences of numbers around zero are not printed in ulps. A bias of 1e-9 in one run and of
-    -1e-9 in the other run was printed as "1736292493 ulps"."""
+    -1e-9 in the other run used to be printed as "1736292493 ulps"."""
     a, b = (
         A.but(changed={1: tensor("layers.weight", [5, 6, 7, last], (1,))}, changed_from=1)
         for last in (1e-9, -1e-9)
@@ -168,8 +168,8 @@ def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
     clip_grad: float, from_iteration: int, tmp_path: Path
 ) -> None:
     """The first difference that `parity` names is a wrong weight, not a norm that differs by one
-    ulp. A norm is a sum over ranks, so it is one ulp away in any V. It used to be named first, and
-    with it --clip-grad, although nothing was clipped."""
+    ulp. A norm is a sum over ranks, so it is one ulp away in any V. The norm used to be named
+    first, and --clip-grad as its cause, although nothing was clipped."""
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     a = A.but(arguments={"clip_grad": clip_grad})
     wrong = nudged(1e-3)

@@ -98,8 +98,8 @@ def test_slices_are_looked_at_before_anything_runs(
 
 
 def test_a_command_that_megatron_rejects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`parity` names a command that Megatron rejects as command A or B. The message began with
-    "line A", but there was no line."""
+    """`parity` names a command that Megatron rejects as command A or B. The message used to begin
+    with "line A", although there is no line."""
 
     def parse(arguments: Sequence[str]) -> None:
         raise ValueError("--num-layers: no number")
