@@ -2,9 +2,10 @@
 
 Code that replaces functions of other packages breaks silently when they change. So a patch declares
 its target (``package.module:Name`` or ``package.module:Class.attribute``), its reason, and what it
-expects there: the signature, and digests of the sources it was read against. If versions differ, it
-names each version that it supports. `apply` resolves and checks every target before it changes one,
-rebinds every name under which modules imported it, and returns a handle that undoes all.
+expects there: the signature, and digests of the sources it was read against. If a target differs
+between versions of its package, the patch lists the signature or digest of each supported version.
+`apply` resolves and checks every target before it changes one, rebinds every name under which
+modules imported it, and returns a handle that undoes all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks of our settings against Megatron's parsed arguments, and the programs that they need.
 
 A launch whose settings do not work together must end before process groups exist and GPUs are
-taken. So all settings are checked as soon as Megatron has parsed its arguments, and the programs of
-all steps that will come are proved then, each for its number of microbatches.
+taken. So all settings are checked as soon as Megatron has parsed its arguments. The schedule is
+also proved valid then, by a program for each number of microbatches that steps will have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Known parts of a model chunk: its language model and its output layer, if it has them.
 
-A chunk is any module with set_input_tensor. A multimodal chunk wraps a language model; a caller's
-own may have no known part.
+A chunk is any module with set_input_tensor. A multimodal chunk wraps a language model; a chunk of a
+caller's own class may have no known part.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the garbage collector in the block, and leave it as it was.
+    """Pause the garbage collector in the block, and restore its state afterwards.
 
-    It would traverse all objects repeatedly: a sixth of the time in which a large program is built.
+    The collector would traverse all objects repeatedly, which takes a sixth of the time in which a
+    large program is built.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,6 @@
-"""Features whose code is all in one folder each, with a module or package for each level of
-imports.
+"""Features, each with all its code in one folder.
 
 Such a feature can be read, tested and removed as one thing: its settings, its refusals, its hooks
-and its remarks are next to each other. For each of these levels one table lists the modules of all
-features.
+and its remarks are modules of the folder. For each of these kinds of module one table lists those
+of all features.
 """

@@ -143,8 +143,8 @@ class Prospect:
     Attributes:
         vpp: chunks of a rank.
         step: seconds of a step, with the estimated W.
-        low, high: the least and the largest of the step times with that W, with both ends of its
-            range, and with other proportions of parts that the measured passes do not tell apart.
+        low, high: the least and the largest step time over the estimated W, both ends of its range,
+            and other proportions of the parts that measured passes cannot separate.
         of_stock: ``low`` and ``high`` relative to the predicted step of Megatron's own schedule.
         bubble_share: idle share of the makespan, with the estimated W.
         peak: microbatches of the rank that holds most.
@@ -169,8 +169,8 @@ class WhatIf:
         within: schedules that hold no more than Megatron's own, shortest first.
         with_more: schedules with shorter steps that hold more, shortest first.
         excluded: the reason why other schedules are in neither, by name.
-        has_parts: whether layers, embedding and output layer were told apart.
-        has_depths: whether layers of multi-token prediction were told apart, too.
+        has_parts: whether the times of layers, embedding and output layer are known separately.
+        has_depths: whether those of layers of multi-token prediction are, too.
     """
 
     stock: Prospect

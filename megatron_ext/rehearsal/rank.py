@@ -246,7 +246,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
 
         Raises:
             ValueError: a weight of the model is frozen. The program depends on which stages are
-                trained, and stages of other ranks are not here to tell.
+                trained, and this process does not have the stages of other ranks.
         """
         args = training_global("_GLOBAL_ARGS")
         if args.fp16:

@@ -5,7 +5,8 @@
 
 Importing torch, Megatron and Transformer Engine takes 20 s, and a fork none. A forked process can
 use CUDA only if this one never has, which is checked before the first fork. Each line of the output
-is a JSON object: first how the process is, then the exit status of each rank.
+is a JSON object: the first says whether the process has used CUDA, the others have the exit status
+of each rank.
 """
 
 from __future__ import annotations

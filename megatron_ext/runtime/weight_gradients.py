@@ -60,7 +60,10 @@ class _Use:
 
     @staticmethod
     def joined(uses: Sequence[_Use]) -> _Use:
-        """Return one deferred contribution with the rows of all ``uses``, products over rows."""
+        """Return one deferred contribution with the rows of all ``uses``.
+
+        Each of them is a product over rows.
+        """
         rows = [use.compute for use in uses if isinstance(use.compute, RowProduct)]
         gathers = [use.gather for use in uses if use.gather is not None]
 

@@ -7,7 +7,7 @@ for an n that all ranks know: these functions are called only there. Communicati
 goes through torch's store, where no rank waits for others that may not come.
 
 A rank may be alone: the only one of its job, or one of many that a rehearsal runs without the
-others, under torch's fake backend. Only this module knows.
+others, under torch's fake backend. Only this module distinguishes these cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part of a feature that answers before torch is loaded.
+"""Facts about a feature that are needed before torch is loaded.
 
 Doctor and the launcher decide which patches a command needs, and must not import torch for that. So
 a feature states here, in data alone, when it may be on and which patches are its own.

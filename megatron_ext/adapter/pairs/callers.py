@@ -2,7 +2,7 @@
 
 A schedule plan is a forward pass in separate parts, so Megatron has plans only for some models, and
 a caller has to make it on request (``return_schedule_plan``). A model without plans is refused. A
-caller that takes no plans still trains: it is told once that its passes overlap nothing.
+caller that makes no plans still trains: a log line says once that its passes do not overlap.
 """
 
 from __future__ import annotations

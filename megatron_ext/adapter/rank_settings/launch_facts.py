@@ -41,7 +41,7 @@ def refuse_other_launches(config: PipelineConfig) -> None:
     Collective over the world, except for ranks without our settings, which do not take part. The
     other ranks wait for half of the timeout of torch's process group, and at least `PATIENCE`, so
     that such a rank is named before its own collectives fail. Nothing is compared if torch has no
-    store (MPI), or no other process.
+    store (MPI), or if there is no other process.
     """
     store, facts = store_of_all(), launch_facts(config) | argument_facts(_megatrons_arguments())
     if store is not None:

@@ -1,4 +1,4 @@
-"""Hooks that the caller has put on a model, and their effect on which weights are deferred to W.
+"""Hooks of the caller on a model, because of which some weight gradients cannot wait for W.
 
 A hook may read or change a gradient in the middle of a backward pass. If that pass is split, the
 gradient does not exist yet in I, and W runs no hooks. Weights that a hook depends on are therefore

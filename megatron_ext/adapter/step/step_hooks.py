@@ -1,6 +1,6 @@
 """Hooks by which a feature takes part in one step.
 
-Steps name no feature: they call the hooks of those that are on, in the order of
+Steps name no feature: they call the hooks of the features that are on, in the order of
 `adapter.features`. Methods do nothing unless a feature overrides them.
 """
 

@@ -1,1 +1,1 @@
-"""Copies to the host's memory and back, and the account of what they take there."""
+"""Copies to the host's memory and back, and the account of the host memory that they need."""

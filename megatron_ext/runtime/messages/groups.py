@@ -108,7 +108,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 @contextlib.contextmanager
 def _not_split_off() -> Iterator[torch.device | None]:
-    """Context in which torch's world is not bound to its device, which is yielded.
+    """Context in which torch's world is not bound to its device; the context yields that device.
 
     Otherwise torch would split a new communicator off the world's, which needs all ranks.
     """

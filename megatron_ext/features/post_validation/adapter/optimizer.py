@@ -70,7 +70,7 @@ class SpeculativeOptimizer:
     def snapshot(self) -> Snapshot:
         """Copy of the state that an optimizer step overwrites.
 
-        Its text names its place and its size.
+        Its text form gives the size and the place (device or host) of each part of the copy.
         """
         return self._overwritten
 
@@ -99,8 +99,8 @@ class SpeculativeOptimizer:
     def is_quiet(self, state: PartialState) -> bool:
         """Return whether Megatron's step would certainly neither clip nor skip, given ``state``.
 
-        ``state`` is taken for that of all ranks. The answer is false within a relative 1e-5 of a
-        threshold: there the order of Megatron's own sums decides.
+        ``state`` is assumed to be the state of all ranks. The answer is false within a relative
+        1e-5 of a threshold: there the order of Megatron's own sums decides.
         """
         config = self._optimizer.config
         norm = math.sqrt(state.squared_norm)

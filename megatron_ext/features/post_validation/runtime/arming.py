@@ -1,5 +1,6 @@
-"""Decision whether optimizer steps are taken before their post-validation: only while few of the
-latest steps were clipped or skipped, as such steps must be rolled back.
+"""Decision whether optimizer steps are taken before their post-validation.
+
+They are while few of the latest steps were clipped or skipped, as such steps must be rolled back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Race of schedules in a training: choice of the schedule of each step, and timing of the
-schedules.
+"""Race of schedules in a training: choice of each step's schedule, and timing of the schedules.
 
 All ranks make the same decisions: they decide together, and only at training steps whose numbers
 all of them know. A single pipeline may have steps of another size, or be interrupted: its ranks

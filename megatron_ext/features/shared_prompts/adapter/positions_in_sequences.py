@@ -16,7 +16,7 @@ from megatron_ext.features.shared_prompts.adapter.params import SharedPromptPara
 
 
 class _LengthOfRow(int):
-    """Length of a row's longest sequence, which carries the positions of the row's tokens."""
+    """Length of a row's longest sequence, with the positions of its tokens as an attribute."""
 
     plain: int
     positions: Tensor
@@ -25,7 +25,7 @@ class _LengthOfRow(int):
 def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     """Return the length by RotaryEmbedding's ``original``, with positions of a row with prompts.
 
-    For a row in which answers share prompts, the length carries the position of each token.
+    For a row in which answers share prompts, the positions are an attribute of the length.
     """
     length = original(*args, **kwargs)
     for argument in (*args, *kwargs.values()):
@@ -40,7 +40,7 @@ def take_positions(
 ) -> Any:
     """Return rotary frequencies by ``original``, for a row with shared prompts one for each token.
 
-    The ``length`` of such a row carries the positions of its tokens.
+    The ``length`` of such a row has the positions of its tokens as an attribute.
     """
     if not isinstance(length, _LengthOfRow):
         return original(embedding, length, *args, **kwargs)

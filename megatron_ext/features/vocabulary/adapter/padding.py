@@ -15,7 +15,7 @@ from megatron_ext.features.vocabulary.adapter.vocabulary_rows import check_divis
 def pad_vocabulary(args: Any) -> str | None:
     """Set the padding of the vocabulary to a multiple of 2 x pipeline x tensor-parallel ranks.
 
-    (Yeung et al. 2024.)
+    The multiple is that of Yeung et al. 2024.
 
     Returns:
         A line on another padding than Megatron's; None if it is Megatron's.

@@ -96,8 +96,9 @@ class Logits:
         logits: [s, b, rows], in the weights' type.
         statistics: softmax statistics of this shard, [3, s, b]: largest logit, sum of exp(logit -
             largest), logit of the label (0 if its row is in another shard).
-        early: variant 2, until the gradient by the hidden states (SI): P' W without the labels'
-            rows, with P' the softmax over this shard's rows.
+        early: the product P' W without the labels' rows, with P' the softmax over this shard's
+            rows; only in the paper's variant 2, and dropped after pass SI, the gradient by the
+            hidden states.
     """
 
     hidden_states: Tensor

@@ -2,9 +2,9 @@
 iterator a rank, and gets lists.
 
 Under several chunks ``model`` is a list of chunks, and ``data_iterator`` a list of their iterators,
-with None for a chunk that reads nothing. A use of either that takes it for one thing would fail, or
-train on part of the data. All uses in Megatron were read, and are listed below; two are patched
-here.
+with None for a chunk that reads nothing. Code that treats either as a single object would fail, or
+train on part of the data. All uses in Megatron have been read, and are listed below; two of them
+are patched here.
 
 Not patched: everything else. One object that is both a list and an iterator would not do: Megatron
 reads a list as sets in one place and as chunks in another.

@@ -1,7 +1,8 @@
 """Checkpoints of steps that post-validation has committed or redone.
 
-Iterations that save have committed or rolled back their step before they log. To be sure, every
-save does so first, and if that fails nothing is written.
+In an iteration that saves, the optimizer step has usually been committed or rolled back before,
+when the iteration was logged. To be sure, every save first commits or rolls back a pending step,
+and writes nothing if that fails.
 
 Not patched: what is saved, and how.
 """

@@ -2,7 +2,8 @@
 trace are reported.
 
 Megatron's loop decides after each iteration, in megatron/training/training.py, whether to go on; it
-also ends after its last iteration. Its writers are still open then.
+also ends after its last iteration. When it decides, Megatron's TensorBoard and W&B writers are
+still open.
 
 Not patched: train, which ends in one of several ways.
 """
