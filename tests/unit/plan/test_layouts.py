@@ -1,7 +1,7 @@
 """Tests of layouts of layers on stages: their text forms, their balance, and the time of a step.
 
 A published recipe of Llama-3 has the layout ``Et*2|(t*2|)*34,t*3|..``, written by hand "because
-first and last stages carry more work". Nothing computed such a layout, and nothing said what it
+first and last stages carry more work". No command used to compute such a layout, or to say what it
 gains.
 """
 
@@ -68,8 +68,9 @@ def work(model: Model = GPT.model, **changes: Any) -> Work:
 @pytest.mark.parametrize(("span", "far"), [(128, {3, 4}), (64, set()), (0, set(range(7)))])
 def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) -> None:
     """A message takes the speed of the link between its two ranks. In a pipeline over two NVLink
-    domains of 72 GPUs, all messages counted as messages over the network, although five of seven
-    neighbours share a domain. The plan of a launch command counted them correctly."""
+    domains of 72 GPUs, all messages used to count as messages over the network, although five of
+    seven pairs of neighbours share a domain. Only the plan of a launch command counted them
+    correctly."""
     rates = GPUS["gb200"].rates()
     execution = replace(GPT.execution(), pipeline_span=span)
     trained = TrainedModel(GPT.model, execution, TrainingState(), rates)
@@ -166,8 +167,8 @@ def test_ranks_of_several_chunks_are_balanced() -> None:
 
 def test_figures_stay_right_wherever_the_planning_time_ends() -> None:
     """A table of stages stays right if the planning time ends while a stage is added to it. The
-    stage was noted before its row was there: a later layout had the values of another stage, or
-    the plan failed with an IndexError."""
+    stage used to be noted before its row was there: a later layout had the values of another stage,
+    or the plan failed with an IndexError."""
     training, counts = work(MIXED), np.array([[5, 4, 4, 4], [6, 3, 4, 4], [4, 5, 4, 4]])
     expected = StageFigures(training).of(counts, line(4))
     adding = StageFigures.rows.__code__, StageFigures._row.__code__
@@ -212,7 +213,7 @@ def test_an_order_is_timed_as_it_is_simulated(
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
 def test_each_link_takes_its_own_time(spec: str) -> None:
     """The estimate of a layout uses the time of each link. Messages take longer between nodes than
-    within one, and all were counted with the mean."""
+    within one, and all used to be counted with the mean."""
     training = work()
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
@@ -318,7 +319,7 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A comparison of layouts that reaches its time limit returns the best layout so far. All
-    results were lost."""
+    results used to be lost."""
     expected = four_results()  # computed before the time limit is patched
     whole = getattr(Candidates, ended)
 
@@ -395,7 +396,7 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No search is started for a long step if it could gain only little. On 16 ranks with 128
-    microbatches each search took half a minute and gained nothing."""
+    microbatches each search used to take half a minute and gained nothing."""
     monkeypatch.setattr(search, "searched", lambda *given: pytest.fail("it is searched for"))
     monkeypatch.setattr(of_work, "LONG_STEP", 0)
     training, layout = work(**SMALL), evenly(16, 4)
@@ -420,9 +421,8 @@ def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
 
 
 def test_reductions_are_those_of_each_ones_group() -> None:
-    """The time of gradient reductions uses the group of each parameter. Experts' gradients were
-    counted as reduced among all 32 data-parallel ranks, not among the four with the same
-    experts."""
+    """The time of gradient reductions uses the group of each parameter. Experts' gradients used to
+    count as reduced among all 32 data-parallel ranks, not among the four with the same experts."""
     model = ModelBytes(
         3e9,
         6e9,

@@ -79,8 +79,8 @@ def costs_of(
 
 def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
     """Attention in a sliding window does not count as work that grows with the square of the
-    sequence. It did: of four slices of such layers the last was by far the shortest, and took the
-    least time."""
+    sequence. It used to: of four slices of such layers, which should take equally long, the last
+    was by far the shortest, and took the least time."""
     full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
     assert full > 0.2 and window < 0.001
 
@@ -98,7 +98,7 @@ def test_a_window_as_long_as_half_of_the_sequence_counts_in_part() -> None:
 
 def test_states_do_not_grow_with_the_square() -> None:
     """Recurrent layers (linear attention) do not count as work that grows with the square of the
-    sequence. They run at attention's rate, and were taken for attention."""
+    sequence. They run at attention's rate, and used to be taken for attention."""
     linear: dict[str, Any] = {
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
@@ -179,8 +179,8 @@ def test_given_costs_have_what_each_slice_takes() -> None:
 
 
 def test_no_slice_adds_more_than_its_pass_takes() -> None:
-    """The lower bound of a step counts no more fixed time for a slice than its pass takes. With
-    fixed times of five in passes of one, the bound was longer than the step."""
+    """The lower bound of a step counts no more fixed time for a slice than its pass takes. With a
+    fixed time of five units in passes of one unit, the bound used to be longer than the step."""
     costs = parse_costs("f=1,i=1,w=1,attention=0.9,fixed_f=5", line(2))
     problem = Problem(line(2), 2, costs, options=ScheduleOptions(slices=Slices(4)))
     made = simulate(build_program(choose("zb-h1"), problem), costs)
@@ -193,9 +193,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 32, "moe_router_topk": 2, "moe_ffn_hid
 @pytest.mark.parametrize("slices", [2, 8])
 @pytest.mark.parametrize("layer", ["*-", "*E"])
 def test_a_mean_slice_takes_what_the_estimate_says_of_its_rows(layer: str, slices: int) -> None:
-    """The mean slice takes as long as the estimate for a sequence of its length. Slices were priced
-    at their share of a whole sequence: `plan` used to promise a gain of 1.54 for slices of 4,096
-    tokens of a 235B model, while products with as many rows give 1.32."""
+    """The mean slice takes as long as the estimate for a sequence of its length. Slices used to be
+    priced at their share of a whole sequence: for slices of 4,096 tokens of a 235B model, `plan`
+    promised a step 1.54 times as fast, while the times of products with as many rows give 1.32."""
     linear = layer.replace("*", "")
     costs = costs_of((linear, linear), slices=slices, **EXPERTS)
     short = costs_of((linear, linear), TOKENS // slices, **EXPERTS)
@@ -244,8 +244,9 @@ def test_frozen_weights_have_no_gradient_to_add_to() -> None:
 
 def test_the_vocabulary_has_a_price_of_its_own_for_each_slice() -> None:
     """If only adapters of layers are trained, W of a slice does not add to a gradient of the output
-    layer. Its price contained this addition, because the last stage had one price for layers and
-    output layer. A program that computes the gradient in I was priced as if W added to it, too."""
+    layer. Its price used to contain this addition, because the last stage had one price for layers
+    and output layer. A program that computes the output layer's gradient in I was also priced as if
+    W added to that gradient."""
     model = Model(("E", "E"), WIDTH, 16, 16, 128, 4 * WIDTH, 65536, **EXPERTS)
     costs = estimate(model, stages_of(model, [1, 1]), Execution(TOKENS), H100, 4)
     layers, vocabulary = costs.layers_alone, costs.vocabulary
@@ -285,8 +286,8 @@ def test_the_vocabulary_has_a_price_of_its_own_for_each_slice() -> None:
 
 
 def test_a_price_of_nothing_stays_given() -> None:
-    """Costs that say that slices have no fixed part, or no attention, were written without that,
-    and the next reader estimated both."""
+    """Costs whose slices have no fixed part, or no attention, are written with these zeros. The
+    zeros used to be omitted, and the next reader replaced them by estimates."""
     text = "f=1/1,i=1/1,w=1/1,comm=0,attention=0/0,fixed_f=0/0"
     costs = parse_costs(text, line(2))
     assert format_costs(costs) == text
@@ -323,8 +324,8 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
     """If costs do not tell attention's share, it is taken from the estimate, and the origin of the
-    costs says so. Such costs gave even slices although balanced ones were requested, and no message
-    said so."""
+    costs says so. Such costs used to give even slices although balanced ones were requested, and no
+    message said so."""
     estimated = costs_of(("*-", "*-"), slices=4)
     given = parse_costs("f=1,i=1,w=1", line(2))
     told = given.with_slices_of(estimated)
@@ -436,7 +437,7 @@ def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSeq
 
 def test_of_slices_that_tie_the_leanest_are_taken(free: LongSequences) -> None:
     """Among numbers of slices with equally long steps, the one with the least memory is chosen. Two
-    slices at 71.7 GiB were chosen over four at 63.5 GiB for a gain of 0.3 %, because only the
+    slices at 71.7 GiB used to be chosen over four at 63.5 GiB for a gain of 0.3 %, because only the
     shortest step was compared further."""
     eligible = [one for way in free.alternatives if way.slices > 1 for one in way.candidates]
     shortest = min(stable_of(eligible), key=lambda one: one.step)
@@ -463,9 +464,9 @@ def test_the_price_decides_how_short_slices_are(training: Training) -> None:
 
 
 def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
-    """W of experts takes as long for a slice as for a sequence. A plan used to count joined W if
-    they were given, and never proposed them: slices that are worth it only so were not
-    recommended."""
+    """W of experts takes as long for a slice as for a sequence. A plan used to count joined W only
+    if the user had set them, and never proposed them, so slices that gain only with joined W were
+    not recommended."""
     assert training.trained is not None
     gpt = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000")
     experts = replace(gpt.model, layers=("*E",) * 8, **EXPERTS)

@@ -239,8 +239,8 @@ def test_a_limit_in_microbatches_is_written_and_read() -> None:
 
 
 def test_only_what_a_launch_can_run_is_recommended() -> None:
-    """A plan compares only schedules that a launch can run. A loop with a split vocabulary was
-    shown with the shortest step of all, and every launch refused it."""
+    """A plan compares only schedules that a launch can run. A loop with a split vocabulary used to
+    be shown with the shortest step of all, although every launch refuses it."""
     made = plan()
     methods = {(candidate.schedule, candidate.method) for candidate in made.candidates}
     assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
@@ -250,7 +250,7 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
 
 def test_stable_schedules_are_recommended_and_others_apart() -> None:
     """A plan recommends stable schedules; an experimental one is recommended only if no other fits.
-    A schedule that hardly anyone had trained with was chosen for a small gain."""
+    A schedule that hardly anyone had trained with used to be chosen for a small gain."""
     made = plan()
     shortest = min((c for c in made.candidates if c.maturity is Maturity.EXPERIMENTAL), key=step_of)
     others = [
@@ -341,8 +341,8 @@ LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
 
 def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long steps are first compared by a shortened step, and the best schedule is the same as if
-    all were built whole. A plan of 128 microbatches on 16 ranks took minutes, most of them for
-    schedules that could not win."""
+    all were built whole. A plan of 128 microbatches on 16 ranks used to take minutes, most of them
+    for schedules that could not win."""
     variant_of, room = training(microbatches=32).variant, 24 * 2.0**30
     first = make_plan(variant_of, room, specs=LONG[:1])
     told = make_plan(
@@ -457,9 +457,9 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A plan makes no schedule fit into memory that is slower than one that is compared later. A
-    launch of 160 microbatches on 8 ranks took 72 CPU seconds to choose, most of them for schedules
-    that were made to fit before a faster one was compared that fits as it is."""
+    """A plan does not try to make a schedule fit into memory if a schedule that is compared later
+    fits and is faster. A launch of 160 microbatches on 8 ranks used to take 72 CPU seconds to
+    choose, most of them for schedules that were made to fit before a faster one was compared."""
     job = training(microbatches=96)
 
     def variant_of(name: str, method: VocabMethod) -> Variant | None:
@@ -614,8 +614,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a model reserves memory for the GPU's allocator, which only a launch command's
-    plan did. On this GPU the first choice fits only if nothing is reserved."""
+    """The plan of a model reserves memory for the GPU's allocator, as the plan of a launch command
+    does. It used not to. On this GPU the first choice fits only if nothing is reserved."""
     only_families(monkeypatch, *FEW)
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--gpu", rates, "--json", sizes=TEXT))

@@ -108,7 +108,7 @@ def test_an_axis_of_seconds_has_its_unit(tmp_path: Path) -> None:
 
 def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
     """No label of a plan's picture covers another. The names of a dozen schedules within a few
-    percent were one black heap."""
+    percent of each other used to be an unreadable black spot."""
     draw_plan(plan(), curves(), tmp_path / "plan.png")
     figures[0].draw_without_rendering()  # at the figure's own resolution again
     axes = figures[0].axes[0]
@@ -185,8 +185,8 @@ def test_the_legend_names_the_curves(tmp_path: Path, figures: list[Any]) -> None
 
 def test_what_lies_far_away_does_not_squash_the_rest(tmp_path: Path, figures: list[Any]) -> None:
     """A schedule with far more memory than the other schedules does not compress their part of a
-    plan's picture: its label has its bytes instead. GPipe stored four times as much, and the other
-    schedules filled a quarter of the picture."""
+    plan's picture: its label has its bytes instead. GPipe stores four times as much, and the other
+    schedules used to fill only a quarter of the picture."""
     *others, last = plan().candidates
     far = replace(last, report=replace(last.report, peak_activation_microbatches=(40.0,)))
     draw_plan(Plan((*others, far), {}), NO_CURVES, tmp_path / "plan.png")
@@ -214,7 +214,7 @@ def test_labels_leave_a_heap_of_points(figures: list[Any], tmp_path: Path) -> No
 def test_no_search_lies_below_the_line_of_the_best(figures: list[Any], tmp_path: Path) -> None:
     """The curve of a searching family is nowhere below the line of the best schedules, whose legend
     says that no other schedule is faster in as little memory. Results of searches in less memory
-    were below it."""
+    used to be below it."""
     draw_plan(plan(), curves(), tmp_path / "plan.svg")
     axes = figures[0].axes[0]
     (front,) = (line for line in axes.lines if line.get_drawstyle() == "steps-post")

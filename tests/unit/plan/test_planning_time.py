@@ -77,8 +77,8 @@ def set_timer_speed(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
 
 
 def test_a_timer_that_counts_ahead_does_not_end_work_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work has all of its CPU seconds. On a busy machine the timer counts ahead of them, and a plan
-    said that its CPU seconds were used up when they were not."""
+    """Work has all of its CPU seconds. On a busy machine the timer counts too fast, and a plan used
+    to say that its CPU seconds were used up when they were not."""
     set_timer_speed(monkeypatch, 4.0)
     with planning(limit=0.3) as plan:
         start_planning_time()
@@ -105,8 +105,9 @@ def test_work_around_ends_if_inner_work_has_used_up_the_time(
 
 
 def test_a_compiler_is_left_to_end() -> None:
-    """The time limit of a plan does not interrupt numba's compiler. The exception was printed in
-    the compiler's callback from C++, and did not end the work."""
+    """The time limit of a plan does not interrupt numba's compiler. The exception that ends the
+    work used to be raised in the compiler's callback from C++, where it was printed and ended
+    nothing."""
     source = """
 def call_back(ended):
     end = time.process_time() + 0.4
@@ -178,8 +179,8 @@ def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None
 
 def test_what_is_compared_once_more_is_not_unfinished_alternatives() -> None:
     """Alternatives that are compared later do not count as unfinished. The first answer has 15 % of
-    the time for recompute; schedules that it did not compare were named as unfinished, although
-    they were compared later."""
+    the time for recompute; schedules that it did not compare used to be named as unfinished,
+    although they were compared later."""
     with planning(limit=20) as plan:
         start_planning_time()
         with provisional(), within(0.005):
@@ -251,8 +252,9 @@ def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.Monk
 def test_no_schedule_is_both_compared_and_refused_wherever_the_time_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A schedule that at first does not fit and then does is a candidate or refused, wherever the
-    planning time ends. It was both if the time ended as it became a candidate."""
+    """A schedule that fits only at a second attempt is either a candidate or refused, wherever the
+    planning time ends. It used to be both if the time ended just as the schedule became a
+    candidate."""
     costs = uniform(line(2), 10, 12, 8)
     real, seen = planner.consider, set[str]()
 

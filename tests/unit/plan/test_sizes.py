@@ -328,8 +328,8 @@ def test_what_a_launch_refuses_is_not_found() -> None:
 
 
 def test_refused_sizes_have_a_reason_wherever_the_planning_time_ends() -> None:
-    """Sizes that a launch refuses are named with the reason, wherever the planning time ends. They
-    were dropped without one if the time ended as they were noted."""
+    """Sizes that a launch refuses are named with the reason, wherever the planning time ends. Sizes
+    used to be dropped without a reason if the time ended just as they were noted."""
 
     def refuse(sizes: Sizes) -> SizedWorks:
         raise ValueError("no pipeline")
@@ -349,8 +349,8 @@ def test_refused_sizes_have_a_reason_wherever_the_planning_time_ends() -> None:
 def test_slices_that_the_launchs_options_exclude_are_not_compared(
     only_pipelines: None, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
 ) -> None:
-    """Sizes are compared though the job has an option that conflicts with slices. The conflict with
-    slices that the job does not have ended the search."""
+    """Sizes are compared though the job has an option that conflicts with slices. That conflict
+    used to end the search, although the job has no slices."""
     job = piped_job(11e9, 16384)
 
     def works_of(sizes: Sizes) -> SizedWorks:

@@ -102,8 +102,9 @@ def test_attention_of_prompts_that_are_computed_once(tmp_path: Path) -> None:
 
 
 def test_answers_that_share_no_prompt_have_no_other_loads(tmp_path: Path) -> None:
-    """A prompt with one answer is a document of both, whatever their squares are rounded to. Loads
-    whose last bit differed counted as those of shared prompts."""
+    """A prompt with one answer costs as much as one document of their joined length, whatever the
+    squares are rounded to. If the last bit of the two loads differed, the prompts used to count as
+    shared."""
     prompt, answer = 0.1, 0.3
     length = prompt + answer
     assert prompt * prompt + answer * (2 * prompt + answer) != length * length

@@ -177,8 +177,9 @@ def test_the_table_has_the_row_of_the_verdict(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_table_marks_a_launch_that_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """A launch is judged with its own layout, by a candidate that is none of the plan's, so no row
-    of `plan --all` was marked if it was kept."""
+    """The table of `plan --all` marks the launch's own schedule as its choice if the launch is
+    kept. No row used to be marked then, because the launch is judged with its own layout, by a
+    candidate that the table does not contain."""
     job = training_job_of(small_training())
     own, plan = (
         make_plan(lambda spec, method: job.variant(spec, method), specs=["zb-h1"]) for _ in range(2)
@@ -355,7 +356,9 @@ def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
 
 
 def test_without_a_baseline_nothing_of_megatrons_comes_first() -> None:
-    """A plan of a launch that cannot run printed 'first: ... 0.0% shorter', than nothing."""
+    """The plan of a launch that cannot run does not print a line "first:" with the gain of
+    Megatron's own flags. It used to print "first: ... 0.0% shorter", although there is no step to
+    compare with."""
     stock, ours = way("interleaved:vpp=4", 19.2, 55), way("zb-v", 18.6, 56)
     found = Verdict(None, ours, stock=stock)
     rows = told(found, Written(("--num-virtual-stages-per-pipeline-rank", "4")))
@@ -364,8 +367,8 @@ def test_without_a_baseline_nothing_of_megatrons_comes_first() -> None:
 
 
 def test_a_gain_says_which_times_it_compares_where_they_are_of_two_kinds() -> None:
-    """A gain says so if it compares the span of steps that overlap with a makespan. It used to
-    compare the two without a word."""
+    """If the recommended steps overlap, the line of the gain says that the span of these steps is
+    compared with the makespan of the present step. The two used to be compared without a remark."""
     own, ours = way("1f1b", 25.3, 50), way("zb-v", 18.6, 50)
     gain = "(the span of overlapping steps compared with the makespan now)"
     assert not [row for row in told(verdict_of(own, [ours])) if gain in row]
@@ -470,8 +473,9 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
 def test_a_search_has_the_memory_of_what_it_competes_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A searched schedule may use the memory of the schedules that it competes with.
 
-    The search used to be limited to the 8 microbatches of 1F1B. The plan then chose a step
-    of 1010 that holds 11.5 microbatches, although a search within 11.5 finds a step of 986.
+    The search used to be limited to the 8 microbatches of 1F1B. The plan then chose a schedule with
+    a step of 1010 time units that holds 11.5 microbatches, although a search within 11.5
+    microbatches finds a step of 986.
     """
     only_families(monkeypatch, "1f1b", "interleaved", "loop-auto:vpp=4")
     words = ["plan", "pp=8,m=32", "--costs", "f=10,i=12,w=8,comm=1"]

@@ -94,7 +94,7 @@ def test_what_a_rank_has() -> None:
 
 def test_a_rank_keeps_three_quarters_of_its_device() -> None:
     """Communicators leave a rank three quarters of its multiprocessors. With NCCL's own 16 CTAs for
-    each channel, an inner rank of a V placement used 128 of 132."""
+    each channel, an inner rank of a V placement would use 128 of 132 multiprocessors."""
     assert ctas_of_each(8, H100) == 4
     assert ctas_of_each(8 + len(COLLECTIVES), H100) == 2
     assert ctas_of_each(2, H100) == 16
@@ -111,8 +111,8 @@ def test_a_rank_keeps_three_quarters_of_its_device() -> None:
 
 
 def test_what_nccls_buffers_take() -> None:
-    """The estimate of NCCL's buffers is near their measured size: elsewhere 16 to 32 CTAs for each
-    incoming channel took 150 to 300 MiB."""
+    """The estimate of NCCL's buffers is near the sizes that others have measured: with 16 to 32
+    CTAs for each incoming channel, 150 to 300 MiB."""
     megabytes = [Communicators(2, 1, 0).buffer_bytes(ctas) / 2**20 for ctas in (16, 32)]
     assert megabytes == pytest.approx([147, 294])
     assert Communicators(8, 4, 7).buffer_bytes(2) == 22 * Communicators(2, 1, 0).buffer_bytes(1)

@@ -115,8 +115,8 @@ def test_one_rank_is_a_sum() -> None:
 
 
 def test_noise_of_a_trace(tmp_path: Path) -> None:
-    """Noise can be estimated from a trace. In this one half of the passes took 0.8 of their mean,
-    and half 1.2."""
+    """Noise can be estimated from a trace. In the trace here, half of the passes take 0.8 times
+    their mean, and the other half 1.2 times."""
     problem = line_problem(2, 4)
     here = build_program(choose("1f1b"), problem)
     simulated = simulate(here, problem.costs)

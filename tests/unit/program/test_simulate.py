@@ -160,8 +160,8 @@ RECEIVED_LATE = """
 
 
 def test_rendezvous() -> None:
-    """A message waits until its receiver has posted the receive. If it is not posted ahead, rank 1
-    has to wait for the message."""
+    """A message waits until its receiver has posted the receive. If the receive is not posted ahead
+    of its use, rank 1 has to wait for the message."""
     problem = line_problem(2, 2, comm=1)
     assert drawn(simulated_rows(RECEIVED_AHEAD, problem), messages=True) == table(
         """

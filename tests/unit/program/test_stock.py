@@ -121,10 +121,10 @@ def test_overlapped_passes_run_as_one_under_megatron_too() -> None:
 
 
 def test_stages_that_gain_nothing_by_overlapping_do_not_block_megatrons_step() -> None:
-    """Stages without experts gain nothing by overlapping, so their ranks overlapped other passes
-    than the ranks with experts. In Megatron's order of messages the ranks then waited for each
-    other: the step was simulated as 0 s, and ``plan`` of two public recipes ended with "a
-    deadlock"."""
+    """Megatron's step with overlapped passes is simulated also if some stages have no experts, and
+    so gain nothing by overlapping. The ranks of such stages used to overlap other passes than the
+    ranks with experts. In Megatron's order of messages the ranks then waited for each other: the
+    step was simulated as 0 s, and ``plan`` of two public recipes ended with "a deadlock"."""
     of = problem("interleaved:vpp=2", 3, 3, "f=20/2/10/2/10/10,i=20/2/10/2/10/10,w=8,comm=1")
     gains = [stage not in (1, 3) for stage in range(6)]
     savings = tuple(tuple(float(one and other) for other in gains) for one in gains)
@@ -258,8 +258,8 @@ def test_pairs_in_another_order_than_stocks_are_timed() -> None:
     """Overlapped passes that are in another order than Megatron's are timed under this project's
     executor. Passes may be delayed to overlap if that gains time.
 
-    The step of a launch with ``--overlap-moe-expert-parallel-comm`` used to end in "interleaved has
-    not stock's order of passes".
+    `plan` of a launch with ``--overlap-moe-expert-parallel-comm`` used to end with the error
+    "interleaved has not stock's order of passes".
     """
     resolved = choose("interleaved:vpp=2")
     placement = resolved.place(4)

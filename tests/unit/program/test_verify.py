@@ -527,7 +527,7 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 
 def test_damage_is_of_all_sorts() -> None:
     """Random damage yields schedules of all four verdicts. If no damaged schedule ran, or none
-    hung, the two properties above would test nothing."""
+    hung, the two tests of what `prove` refuses, which use the same damage, would show nothing."""
     kinds = ("runs", "refused", "hangs", "hangs on a device")
     counts: Counter[str] = Counter()
     for seed in range(500):

@@ -131,9 +131,9 @@ def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
 def test_a_stream_of_another_device_is_refused(cuda: Emulated, foreign: str) -> None:
     """A stream of another device is refused.
 
-    Megatron's token dispatcher stores its stream in a class. An earlier test of the same process
-    had built a model while `torch.cuda.Stream` was a mock, so the mock stayed there. Its waits did
-    nothing, and as an index it meant stream 1: the emulated streams reported wrong findings and
+    Megatron's token dispatcher stores its stream in a class. If an earlier test of the same process
+    had built a model while `torch.cuda.Stream` was a mock, the mock used to stay there. Its waits
+    did nothing, and as an index it meant stream 1: the emulated streams reported wrong findings and
     missed others.
     """
     stream = mock.MagicMock() if foreign == "a mock" else cuda_names(Device())["Stream"]()

@@ -106,8 +106,8 @@ def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
 
 
 def test_every_field_is_told() -> None:
-    """`FULL` sets every field of the costs. A new field must be added there, or the tests below do
-    not cover it."""
+    """`FULL`, the costs of these tests, sets every field. Otherwise the tests would not cover a new
+    field."""
     assert not list(_defaults(FULL))
 
 

@@ -46,8 +46,8 @@ LOOP = Placement("loop", (0, 1, 0, 1))
 @pytest.mark.parametrize("tower", ["", ",tower=4/5/3", ",tower=4/5/3,embedding=1/2"])
 def test_the_share_of_attention_is_written_as_it_was_given(tower: str, tmp_path: Path) -> None:
     """The text and the file of costs have the share of attention that was given. With a vision
-    tower the share of the first stage, whose F takes longer, was written and reduced again when it
-    was read: 0.3 became 0.21, then 0.15."""
+    tower, the reduced share of the first stage, whose F takes longer, used to be written, and
+    reduced once more when it was read: 0.3 became 0.21, then 0.15."""
     placement = line(4)
     costs = parse_costs(f"f=10,i=12,w=8,comm=1,attention=0.3{tower}", placement)
     assert "attention=0.3/0.3/0.3/0.3" in format_costs(costs)
@@ -242,7 +242,7 @@ def test_bad_costs(text: str, message: str) -> None:
     ids=["part", "figure", "keys", "shares", "path"],
 )
 def test_what_is_wrong_is_shown_in_a_line(text: str) -> None:
-    """The error shows a wrong value in one line. It used to print all of it, however long it
+    """The error shows a wrong value in one line. It used to print the whole value, however long it
     was."""
     with pytest.raises(ValueError) as refusal:
         parse_costs(text, LINE)

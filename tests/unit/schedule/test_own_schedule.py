@@ -306,8 +306,7 @@ def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
     """The rows of a user's family may be of any iterable type.
 
     Rows that were generators used to be empty when they were read a second time. Kinds that were
-    strings compared equal to members of `Kind`, but code that tests for the member itself did not
-    find them.
+    strings compared equal to members of `Kind`, but comparisons with `is` did not find them.
     """
     path = tmp_path / "own.py"
     rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"

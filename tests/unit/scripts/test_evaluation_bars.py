@@ -1,4 +1,5 @@
-"""Bars and lines of the evaluation: open bars, rows without an estimate, and pairs of steps."""
+"""Tests of the evaluation's bars (limits of its errors) and of the lines of its tables: open bars,
+rows without an estimate, and pairs of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ STEPS = read_measured()
 
 
 def test_a_bar_that_is_open_has_to_be_missed() -> None:
-    """A bar that is known to be missed must say so until it is met, and no longer."""
+    """A bar that the predictions are known to miss is marked as open. The evaluation accepts a
+    missed bar only with this mark, and a met bar only without it."""
     bar = next(bar for bar in BARS if bar.is_open)
     off, right = (FigureLine(bar.kind, bar.prefix, 1, 0, (figure,)) for figure in (1.2, 1.0))
     assert bar.verdict([off]).startswith("missed, open: ")

@@ -1,4 +1,5 @@
-"""Fine-tuning recipes with few microbatches: ours over Megatron's best does not fall."""
+"""Tests of fine-tuning recipes with few microbatches: the median of our gain over Megatron's best
+schedule does not fall."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_a_fallen_median_is_told() -> None:
 
 
 def test_a_gain_that_is_missing_is_the_one_before_it(recipes: list[Recipe], tmp_path: Path) -> None:
-    """A cell is empty if a step is no better than the one to its left."""
+    """In the file of gains a cell is empty if its step is no better than the one to its left; it is
+    read as that step."""
     header, *rows = GAINS.read_text().splitlines(keepends=True)
     (recipe,) = (one for one in recipes if one.short_name.startswith("nemotron_3_ultra_sft_192gpu"))
     row = next(row for row in rows if row.startswith(recipe.short_name))

@@ -45,7 +45,7 @@ NIGHT = "MEGATRON_EXT_NIGHTLY"
 def test_a_skip_is_a_failure_with_its_reason(
     words: list[str], night: str, summary: str, tmp_path: Path
 ) -> None:
-    """A skip in the GPU suite is a failure, with its reason. The nightly runs passed for months
+    """A skip in the GPU suite is a failure, with its reason. The nightly runs used to pass,
     although fifteen trainings could not fetch their package."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, text in TESTS.items():

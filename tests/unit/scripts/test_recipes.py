@@ -269,7 +269,8 @@ def test_matrices_are_stored_as_the_mixed_precision_says(
     name: str, fp8: bool | None, fp4: bool | None
 ) -> None:
     """Megatron-Bridge's mixed precisions in FP8 and NVFP4 store layers' matrices quantised alone,
-    unless a recipe says otherwise. All recipes were planned with 16-bit matrices besides."""
+    unless a recipe says otherwise. All recipes used to be planned with 16-bit matrices in
+    addition."""
     raw = ALL.get(name, ALL[LLAMA])
     settings = resolve(name, raw, MODELS).settings
     assert (settings.get("fp8_param_gather"), settings.get("fp4_param_gather")) == (fp8, fp4)

@@ -63,8 +63,9 @@ def test_the_best_step_in_slices_is_shorter_where_there_are_few_microbatches() -
 
 
 def test_a_schedule_that_cannot_be_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One schedule without a problem, such as a V of more stages than a layout has, ended the
-    comparison of all, and the recipe had no number."""
+    """If one schedule cannot be built, such as a V of more stages than a layout has, the other
+    schedules are still compared. It used to end the comparison of all schedules, and the recipe had
+    no number."""
     variant_of = Work.variant
 
     def variant(work: Work, spec: str, *rest: Any) -> Variant:

@@ -74,8 +74,8 @@ def test_no_schedule_is_below_the_bound() -> None:
 def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: float) -> None:
     """Memory bounds the makespan on a V placement.
 
-    Rank 0 of the first case has 960 of work. Until its first I it waits 143, of which eight F fill
-    40. After its last I it waits 53, of which eight W fill 32.
+    Rank 0 of the first case has 960 time units of work. It would be idle for 143 units before its
+    first I, of which eight F fill 40, and for 53 units after its last I, of which eight W fill 32.
     """
     placement = v(p)
     problem = Problem(placement, m, uniform(placement, *costs), MemoryLimit(limit))
@@ -86,10 +86,10 @@ def test_memory_bounds_a_v(p: int, m: int, costs: Figures, limit: float, bound: 
 def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
     """The time that microbatches spend in memory bounds the makespan on a V placement.
 
-    A microbatch is on rank 0 of eight for 227. Its outer chunk takes 117: F, the way to the last
-    stage and back, and I. Its inner chunk takes 106, until W has ended. One of them takes 4 more,
-    as the outer I and the inner W cannot both follow the inner I. 32 of these in 6 chunks take
-    1211.
+    A microbatch occupies memory on rank 0 of eight for 227 time units. Its outer chunk is there for
+    117 units: F, the way to the last stage and back, and I. Its inner chunk is there for 106 units,
+    until W has ended. One of the two is there for 4 more, as the outer I and the inner W cannot
+    both follow the inner I. 32 microbatches in memory for 6 chunks take 1211 units.
     """
     placement = v(8)
     problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))
@@ -119,8 +119,8 @@ def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
 
 
 def test_search_knows_the_hop_of_each_link() -> None:
-    """The search for a bound uses the seconds of each link. It used to take the fastest of all
-    links, and claimed that a microbatch alone could end 32 earlier."""
+    """The search for a bound uses the seconds of each link. It used to take the seconds of the
+    fastest link for all, so its bound for a single microbatch was 32 time units too low."""
     pytest.importorskip("ortools")
     problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
     costs = problem.costs.with_links(p2p_seconds_by_stage=(1.0, 17.0))

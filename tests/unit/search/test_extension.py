@@ -68,7 +68,8 @@ def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | 
 
 def test_what_is_periodic_goes_on_for_ever() -> None:
     """A periodic schedule can be extended to any length. The schedule zb-v with 16 microbatches has
-    a makespan of 511, and each further microbatch adds the 30 that it keeps a rank busy."""
+    a makespan of 511 time units, and each further microbatch adds the 30 units for which it keeps a
+    rank busy."""
     problem = problem_of("zb-v", 4, 16)
     known = choose("zb-v").build(problem)
     others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40)}
@@ -78,7 +79,7 @@ def test_what_is_periodic_goes_on_for_ever() -> None:
 
 
 def test_what_does_not_repeat_well_is_not_all_that_is_tried() -> None:
-    """If a step does not repeat well, others are tried too.
+    """If the middle of a step does not repeat well, other steps are tried too.
 
     A search within 8 microbatches on 8 ranks ended with a step of 32 that takes 0.3 % more than the
     bound. A step of 128 extended from it used to take 3 % more than a search for 128.

@@ -259,8 +259,8 @@ def test_below_half_of_the_ranks_and_one_a_v_idles(
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
 def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
-    """A longer period does not help: if there is no pattern with period 34, there is none with a
-    shorter one."""
+    """A longer period, with idle time, does not help either. Below p/2 + 1 microbatches of memory
+    no pattern has period 34 on 8 ranks, or 32 on 16 ranks, so none has a shorter period."""
     ranks = usual(p, limit)
     assert not exists(ranks, alike(ranks, 1), period)
 
@@ -369,9 +369,9 @@ def test_excluded_period_is_that_of_the_work_at_least() -> None:
 
 
 def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
-    """The proof that a period has no pattern uses the seconds of each link.
+    """The search shows that a period has no pattern by the seconds of each link.
 
-    One link at the open end of the V is slow. With the mean of all links, the proof used to call a
+    One link at the open end of the V is slow. With the mean of all links, the search used to call a
     pattern impossible that exists.
     """
     problem = problem_of(8, 32, 5)

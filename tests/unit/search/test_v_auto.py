@@ -74,10 +74,11 @@ def held(schedule: Schedule) -> float:
 def test_what_a_search_ends_with_is_proved_once(
     limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result of a search is proved once.
+    """The schedule that a search finds is proved valid once: without deadlocks, and within the
+    memory limit.
 
-    On 64 ranks the proof of a schedule takes seconds. It used to be repeated when the schedule was
-    built, in the search and on all ranks that got its rows.
+    On 64 ranks this proof takes seconds. It used to be repeated when the schedule was built, in the
+    search, and on all ranks that got the schedule's rows.
     """
     proved: list[Schedule] = []
 
@@ -108,7 +109,7 @@ def test_what_a_search_ends_with_is_proved_once(
 )
 def test_targets_are_reached(limit: str, target: float) -> None:
     """The schedule v-auto has a shorter makespan than the published blocks, which ignore costs:
-    1475 (V-Min) at limit 4, and 1119 (V-Half) at 5."""
+    V-Min has 1475 time units within 4 microbatches, and V-Half has 1119 within 5."""
     program = best(v_problem(8, 32, limit=limit))
     assert makespan(program) <= target
     assert held(program.schedule) <= float(limit)
@@ -220,8 +221,8 @@ def test_broken_entry_is_ignored_and_replaced(cache: Path, text: str | bytes) ->
 
 @pytest.mark.usefixtures("brief")
 def test_entry_over_the_limit_is_ignored(cache: Path) -> None:
-    """A cached schedule over the memory limit is ignored. Files are never trusted: the schedule is
-    proved like any other."""
+    """A cached schedule over the memory limit is ignored. Files are never trusted: a schedule from
+    the cache is checked by the same proof as any other."""
     best(v_problem(3, 6, limit="3"))
     (wide,) = cache.iterdir()
     tight = v_problem(3, 6, limit="1")
@@ -241,8 +242,8 @@ def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("brief")
 def test_what_a_larger_effort_left_is_taken(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search takes the stored result of a larger effort. A login node with numba can search for
-    jobs without it; each effort has its own cache entry."""
+    """A search takes the stored result of a larger effort. So a login node with numba can search on
+    behalf of jobs without numba. Each effort has its own cache entry."""
     problem = v_problem(3, 6, limit="2")
     small = best(problem)
     large = replace(little_effort(100_000), name=LARGE)

@@ -1,4 +1,5 @@
-"""Tests of whether the output layer's weight gradient waits for W (`compile.output_layer`)."""
+"""Tests of whether the output layer's weight gradient is computed in I or waits for W
+(`compile.output_layer`)."""
 
 from __future__ import annotations
 

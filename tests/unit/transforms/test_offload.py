@@ -107,8 +107,8 @@ def test_what_fits_without_copies_fits_with_them(
     as over a slow link, the order that fits stays.
 
     With copies, families used to place their passes without any limit. v-auto fitted within 0.5x,
-    but with half of its activations copied it was refused. zb-auto trained within one microbatch,
-    but with copies its first step ended in a traceback.
+    but with half of its activations copied it was refused. zb-auto trained within a limit of one
+    microbatch, but with copies its first step ended in a traceback.
     """
     shorten_search(monkeypatch)
     allowed = problem_of(spec, 3, k, how, limit=limit, microbatches=6)
@@ -387,7 +387,7 @@ def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None
 @pytest.mark.parametrize("more", [",link=2", ",duplex=0", ",link=3"])
 @pytest.mark.parametrize("k", [0.2, 1.0])
 def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
-    """Ranks that share a link to the host take turns. Copies used to go ahead of another rank's
+    """Ranks that share a link to the host take turns. A rank's copies used to start before its
     turn, and a step took 1.24 times as long."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 6, k, FULL, more=more))
     host = program.problem.costs.host

@@ -303,10 +303,11 @@ def test_where_no_two_can_be_one_it_is_said() -> None:
 
 
 def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
-    """F overlaps with B if that saves more time than I does, and with I otherwise.
+    """A forward pass F overlaps with a whole backward pass B if that saves more time than
+    overlapping with I alone. Otherwise F overlaps with I.
 
-    Overlapped with I, F saves 1 of an all-to-all. Overlapped with B, which also computes W, it
-    saves 5 in one case and 1 in the other.
+    In both cases here, overlapping F with I saves 1 time unit. Overlapping F with B saves 5 units
+    in one case, where F then overlaps with B, and 1 unit in the other, where F overlaps with I.
     """
     kinds = {}
     for beside_b in (1.0, 5.0):
@@ -512,8 +513,8 @@ def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
 
 
 def test_a_plan_compares_with_and_without() -> None:
-    """A plan compares schedules with and without overlapped passes, recommends them if they gain,
-    and says which flag to write. Linear placements have none."""
+    """A plan compares schedules with and without overlapped passes, recommends overlapped passes if
+    they gain time, and says which flag to write. Linear placements have none."""
     training = Training(
         2, 8, lambda placement: parse_costs(COSTS, placement), options=ScheduleOptions(pairs=True)
     )

@@ -75,8 +75,9 @@ def makespan(program: Program) -> float:
 
 
 def test_a_schedule_by_hand() -> None:
-    """A schedule with recompute has the times and memory computed by hand: F holds a tenth, R takes
-    the rest when it starts, and R runs while the rank waits for a gradient."""
+    """A schedule with recompute has the times and memory computed by hand: after F a tenth of the
+    activations stays in memory, R allocates the rest when it starts, and R runs while the rank
+    waits for a gradient."""
     program = proved_by_hand(BY_HAND, problem_by_hand(limit=1.1))
     row = program.schedule.rows[0]
     held = memory_curve(row, in_microbatches(program.schedule))
@@ -245,8 +246,8 @@ def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, in
 @given(seeds)
 def test_what_fits_is_within_the_limit(seed: int) -> None:
     """Recompute keeps the order of F, I and B, and moves no W later. The memory is the one counted
-    by hand. If a schedule stays over the limit, it is over it with all activations recomputed,
-    too."""
+    by hand. If a schedule exceeds the limit, it would do so even with all activations
+    recomputed."""
     random, case = Random(seed), random_case(seed)
     limit = MemoryLimit(microbatches=random.choice([1.0, 1.5, 2.0, 3.0]))
     problem = replace(case.problem, memory_limit=limit).with_options(recompute=FIT)
@@ -284,9 +285,9 @@ def test_what_fits_is_within_the_limit(seed: int) -> None:
 def test_a_schedule_takes_less_memory_than_its_order_needs(
     spec: str, limit: float, makespan_: float
 ) -> None:
-    """With recompute, a schedule fits into less memory than its order needs. On 8 ranks and 32
-    microbatches, 1f1b needs 8 microbatches and has a makespan of 1238, zb-v needs 8 with 1035,
-    and interleaved needs 11.5 with 1139."""
+    """With recompute, a schedule fits into less memory than its order needs. On 8 ranks with 32
+    microbatches and without recompute, 1f1b needs memory for 8 microbatches (makespan 1238 time
+    units), zb-v for 8 (makespan 1035), and interleaved for 11.5 (makespan 1095)."""
     placement = choose(spec).place(8)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     problem = Problem(

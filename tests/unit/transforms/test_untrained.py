@@ -151,9 +151,9 @@ def test_post_validation(first_trained_stage: int) -> None:
 
 
 def test_what_is_kept_counts_against_a_limit() -> None:
-    """Memory of trained stages counts against a limit, and untrained stages hold none. The second
-    rank of 1F1B holds two microbatches of 8 bytes each; if all stages are trained, the first rank
-    holds three."""
+    """Memory of trained stages counts against a limit, and untrained stages hold none. With an
+    untrained first stage the second rank of 1F1B holds the most: two microbatches of 8 bytes each.
+    If all stages are trained, the first rank holds three."""
     within = replace(problem("1f1b", 1), memory_limit=MemoryLimit(bytes=16))
     program = build_program(choose("1f1b"), within)
     assert peaks(program.schedule, in_bytes(program.problem.costs)) == [0, 16, 8]
