@@ -2,7 +2,7 @@
 flag.
 
 With them ranks would end in the middle of the set-up or of a step, or loop forever, each with an
-error of its own. They are refused before, in one line with the flag.
+error of its own. They are refused earlier, by an error of one line that names the flag.
 """
 
 from __future__ import annotations

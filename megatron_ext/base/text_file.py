@@ -1,7 +1,7 @@
 """A user's file, read or written.
 
 Users give files of any encoding, size and content, in folders that may be full or write-protected.
-Reading names the file and what it should have been in each error. Writing replaces a file whole or
+Each error of reading names the file and what it should have been. Writing replaces a file whole or
 leaves it as it was.
 """
 
@@ -164,8 +164,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _print(file: Path, number: int) -> None:
-    """Append the contents of ``file`` to what this process has printed to its open file
-    ``number``."""
+    """Append the contents of ``file`` to the output of this process on descriptor ``number``."""
     sys.stdout.flush()
     sys.stderr.flush()
     with file.open("rb") as content, open(os.dup(number), "wb") as printed:

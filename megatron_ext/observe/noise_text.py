@@ -1,7 +1,7 @@
 """Text form of the noise of passes, and texts on a step's duration under it.
 
-Passes never take exactly what they cost, so a predicted step is the middle of a range. Users
-describe the noise in a few words, or with a trace, and read the range in a few rows.
+Passes never take exactly the seconds of their costs, so a predicted step is the middle of a range.
+Users describe the noise in a few words, or with a trace, and read the range in a few rows.
 """
 
 from __future__ import annotations

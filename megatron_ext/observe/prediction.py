@@ -1,7 +1,8 @@
 """A program's predicted step compared with the measured ones, rank by rank.
 
-One number would hide why a step was longer than predicted: slower passes, or more waiting. Each
-rank's first start, last end and sum of passes are therefore compared, and the bubble of both.
+One number would hide why a step was longer than predicted: slower passes, or more waiting. So each
+rank's first start, last end and sum of passes are compared with the predicted ones, and the
+measured bubble with the predicted one.
 """
 
 from __future__ import annotations

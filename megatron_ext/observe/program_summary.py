@@ -2,7 +2,7 @@
 
 A training logs one line when it begins to run a program, or when measured costs have changed it. It
 has what a user would otherwise have to simulate: the bubble next to that of 1F1B, the peak memory,
-and which costs all this rests on.
+and the origin of the costs.
 """
 
 from __future__ import annotations

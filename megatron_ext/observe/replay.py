@@ -29,9 +29,9 @@ SecondsOf = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Replay:
-    """Replays the passes of a measured step of ``schedule`` with changed durations.
+    """Replay of the passes of a measured step of ``schedule`` with changed durations.
 
-    Messages are no actions here: they take no time, or the time given as a pass's delay.
+    Messages are not simulated here: their time is part of the delay given for a pass, or 0.
     """
 
     schedule: Schedule

@@ -1,8 +1,8 @@
 """Timelines as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
 
-A process is a pipeline rank. Its tracks: the passes as measured (or as simulated, where nothing is
-measured), the reductions of its chunks, the passes and messages as predicted. Actions that may
-overlap have separate tracks, since a track shows slices one after the other.
+A process is a pipeline rank. It has tracks for the measured passes (or simulated ones, if nothing
+is measured), for the reductions of its chunks, and for the predicted passes and messages. Actions
+that may overlap have separate tracks, since a track shows slices one after the other.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Prospect:
             and other proportions of the parts that measured passes cannot separate.
         of_stock: ``low`` and ``high`` relative to the predicted step of Megatron's own schedule.
         bubble_share: idle share of the makespan, with the estimated W.
-        peak: microbatches of the rank that holds most.
+        peak: activation memory of the rank that holds most, in microbatches.
     """
 
     schedule: str

@@ -1,7 +1,7 @@
 """Kernels written in PTX, loaded and started by the CUDA driver's own library.
 
-A kernel that has to run next to others at a given time needs no compiler this way, and any torch
-will do.
+This way a kernel that has to run next to others at a given time needs neither a compiler nor a
+particular version of torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Values that made-up peers send to a rehearsed rank: normal, and as large as those of the model.
 
 A product of zeros takes less time than one of numbers, a router sends equal tokens to equal
-experts, and uninitialised memory may hold NaN. The root mean square of a direction is what the rank
-itself sends there, measured in the first step; what the neighbouring rank sent if this rank sends
-nothing there; and in the first step a guess. It is fixed from then on: a rank that received what it
-sent would grow its own values from step to step.
+experts, and uninitialised memory may hold NaN. In each direction the values have the root mean
+square of those that the rank itself sends there, measured in the first step, or that the
+neighbouring rank sent, if this rank sends nothing there. In the first step it is a guess. It is
+fixed after that step: otherwise a rank that receives values as large as its own could make them
+larger from step to step.
 """
 
 from __future__ import annotations

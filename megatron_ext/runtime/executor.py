@@ -1,5 +1,7 @@
-"""Execution of a rank's part of a program: one loop, with a handler for each kind of action. No
-order is decided here: a row runs as it was proved."""
+"""Execution of a rank's part of a program: one loop, with a handler for each kind of action.
+
+No order is decided here: a row runs in the order that was proved valid.
+"""
 
 from __future__ import annotations
 

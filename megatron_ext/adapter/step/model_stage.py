@@ -1,7 +1,7 @@
 """Megatron model chunk as a `RunnableStage` that calls Megatron's forward_step and backward_step.
 
-They apply Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that a
-stage's results are bitwise stock's.
+These two functions apply loss scaling, token counts, timers, autocast and auxiliary losses, so that
+a stage's results are bitwise those of stock Megatron.
 """
 
 from __future__ import annotations

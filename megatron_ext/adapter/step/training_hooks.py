@@ -22,7 +22,7 @@ from megatron_ext.observe.launch_remark import LaunchRemark
 
 
 class CannotRun(ValueError):
-    """Error: this rank cannot run a program, although the program is proved."""
+    """Error: this rank cannot run a program, although the program is proved valid."""
 
 
 class TrainingHooks:

@@ -1,8 +1,8 @@
 """Order of passes in Megatron's own pipeline functions, as one of our families.
 
 An observed step is compared with a prediction, and for that its order must be known: 1F1B, or the
-interleaved schedule with its group size. Steps whose passes cannot be observed, as on a single
-rank, are named with the reason.
+interleaved schedule with its group size. If passes cannot be observed, as on a single rank, the
+reason is given (`why_unseen`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Condition under which a launch logs metrics. They need no patch of their own."""
+"""Condition under which a launch logs metrics. Metrics need no patch of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Condition under which a launch measures costs. That needs no patch of its own."""
+"""Condition under which a launch measures costs. The measurement needs no patch of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Condition under which schedules race in a launch, and the patch that a race needs: saves between
-iterations would count as time of a schedule."""
+"""Condition under which schedules race in a launch, and the patch that a race needs.
+
+Without the patch, saves between iterations would count as time of a schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Messages of a pipeline over its own process group, in batches.
 
-For clusters where one communicator per channel costs too much: no group is created. The program
-determines the batches and proves that they do not deadlock (`program.graph`). Here a batch starts
-as soon as its last message is known.
+This transport is for clusters where one communicator per channel costs too much: it creates no
+group. The program determines the batches and proves that they do not deadlock (`program.graph`).
+Here a batch starts as soon as its last message is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contents of a page: boxes on the tracks of ranks.
 
-A browser draws boxes and knows no schedules. What it can show of one, its time, memory and waits,
-is therefore in the box.
+A browser draws boxes and knows no schedules. Everything that it can show of an action (time, memory
+and waits) is therefore stored in the action's box.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ They are taken from `train`, `training_log`, `post_training_step_callbacks` and
 `checkpoint_and_decide_exit`. Actions of a single rank at an interval (garbage collection, the
 profiler, ``train_sync_interval``) are not among them.
 
-This patches nothing: the wrapper of `training_log`, which comes first in the loop, calls it.
+This module patches nothing. The patch of `training_log`, which Megatron's loop calls first after a
+step, calls it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Training step that begins before the previous step's post-validation, and restarts if that fails.
+"""Training step that begins before the previous step's post-validation, which may restart it.
 
-The effects of its first forward passes are undone: random states are restored, and the data read so
-far is read again from memory.
+If the previous optimizer step is rolled back, this step restarts. The effects of its first forward
+passes are undone: random states are restored, and the data read so far is read again from memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Step of Megatron's learning-rate scheduler that can be reverted and repeated.
 
 The scheduler steps only if the optimizer did, which is not known yet. So it steps as after a
-success, and the state before is kept until the verdict.
+success, and the state before that is stored until post-validation decides.
 """
 
 from __future__ import annotations

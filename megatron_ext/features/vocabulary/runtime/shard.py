@@ -66,7 +66,7 @@ class VocabularyShard:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size()
 
     def rows_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for each token, whether its row is in this shard, and the row or 0."""
+        """Return for each token whether its row is in this shard, and its row in the shard or 0."""
         rows = tokens - self.first_row
         is_here = (rows >= 0) & (rows < self.rows)
         return is_here, rows.masked_fill(~is_here, 0)

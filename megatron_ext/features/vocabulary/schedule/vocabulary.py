@@ -1,7 +1,7 @@
 """Partition of embedding and output layer over all ranks, with their passes as part of the
 schedule.
 
-Vocabulary parallelism (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
+This is vocabulary parallelism (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
 Parallelism", section 4). Between the last stage's forward and backward pass of a microbatch, all
 ranks compute logits on their shard (S), exchange the statistics of the softmax, and compute their
 part of the hidden states' gradient (SI); the shard's own gradient (SW) can wait. The backward

@@ -1,8 +1,9 @@
 """Sum of the gradients of tied embeddings whose two copies are on one rank.
 
 If the copies are on two ranks, Megatron all-reduces the gradients over the embedding group. On a V
-that group has one rank, and Megatron does nothing; with multi-token prediction on a stage of its
-own it has two ranks, and Megatron reduces the first stage's gradient.
+that group has one rank, and Megatron does nothing; if multi-token prediction has a stage of its
+own, the group has two ranks, and on the rank with two copies Megatron reduces only the first
+stage's gradient.
 
 Not patched: `_allreduce_position_embedding_grads` (one stage has position embeddings).
 """

@@ -27,7 +27,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patches that save one data loader's state and refuse a rank's other chunks.
+    """Return the patches that save one data loader's state and refuse checkpoints of other chunks.
 
     Refused are checkpoints of format torch whose ranks had other chunks than now.
     """

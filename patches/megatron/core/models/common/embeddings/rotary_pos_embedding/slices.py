@@ -1,7 +1,7 @@
 """Rotary positions that begin at the start of the running slice.
 
-The call of the module is wrapped, also of Yarn's, which is a subclass: its `forward` caches its
-result by length and offset.
+The module's `__call__` is wrapped, which covers its subclass for Yarn too. `forward` is not,
+because it caches its result by length and offset.
 
 Not patched: MultimodalRotaryEmbedding, which gets positions as arguments.
 """
