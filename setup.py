@@ -84,7 +84,8 @@ setup(
     install_requires=["numpy>=1.26", "rich>=13.7", "typer>=0.16"],
     extras_require={
         "megatron": ["megatron-core[training]>=0.19,<0.20"],
-        # Where there is CUDA: it is built against the torch that is there (--no-build-isolation).
+        # The extra "te" needs CUDA: Transformer Engine is built against the installed torch
+        # (--no-build-isolation).
         "te": ["transformer-engine[pytorch]>=2.8"],
         "plot": ["matplotlib"],
         "certify": ["ortools"],

@@ -52,7 +52,7 @@ def build_program(resolved: ResolvedSpec, problem: Problem) -> Program:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
         ValueError: this machine has too little memory to build so large a program.
     """
-    # These checks refuse a problem before any schedule is made.
+    # The first checks refuse a problem before any schedule is made.
     check_size(problem)
     _check_slices(resolved, problem)
     features = build_hooks_of(problem)

@@ -27,7 +27,8 @@ class OverlapBuild(BuildHooks):
 
     @override
     def is_on(self, problem: Problem) -> bool:
-        # always on: overlapped passes that are not requested are removed from the schedule
+        # This feature is on for every problem, as it also removes overlapped passes that are not
+        # requested.
         return True
 
     @override

@@ -133,8 +133,8 @@ KERNEL = 0.9e-6
 # messages are posted and waited for, and the first kernels reach an idle GPU. An assumption, as
 # `ACHIEVED`.
 LAUNCH = 0.2e-3
-# Latency in seconds of a message to a peer over NVLink, and over the network. A long message takes
-# it in addition to its bytes.
+# Latency in seconds of a message to a peer over NVLink, and over the network. A message takes the
+# latency in addition to the time of its bytes.
 LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 

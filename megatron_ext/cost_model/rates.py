@@ -203,7 +203,8 @@ class Rates:
         of_ranks = _distinct(ranks, choices) if choices else 1
         of_nodes = _distinct(nodes, choices) if choices else 1
         most, groups = exchange.groups
-        # the experts of a token lie in at most ``most`` groups, each on nodes / groups nodes
+        # The experts of a token lie in at most ``most`` groups of experts, each of which is on
+        # nodes / groups nodes.
         if choices and most and groups:
             of_nodes = min(of_nodes, most * max(nodes / groups, 1))
         within = (near - 1) / (near if choices else ranks)

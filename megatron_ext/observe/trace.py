@@ -192,8 +192,8 @@ class TraceFile:
                 _write_all(file, text.encode())
             except OSError as error:  # for instance, the disk is full
                 file.seek(end)
-                # The old end is written back. The file had these bytes before, so even a full disk
-                # has room for them.
+                # If the text cannot be written, the file's old end is restored. The file had these
+                # bytes before, so even a full disk has room for them.
                 file.write(_END.encode())
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error

@@ -138,7 +138,8 @@ class _Comparison:
         candidate = self._consider(spec_and_method, may_be_made_to_fit=may_be_made_to_fit)
         if candidate is None:
             return False
-        # The planning time may end at any of these statements: a candidate has no refusal then.
+        # The candidate's refusal is removed before it is added, as the planning time may end
+        # between the two statements.
         self.refusals.pop(spec_and_method, None)
         self.candidates.append(candidate)
         return True

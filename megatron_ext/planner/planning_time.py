@@ -27,8 +27,8 @@ LIMIT = 50.0  # CPU seconds for comparisons; the winner is built as a whole prog
 # CPU seconds after which the exception that ends a comparison is raised once more, if a destructor
 # has swallowed it.
 _REPEAT = 0.5
-# The exception is not raised in callbacks from numba's compiler (C++), where it would only be
-# printed; it is tried again soon.
+# The exception that ends a comparison is not raised within callbacks from numba's compiler (C++),
+# which would only print it; the attempt is repeated soon.
 _COMPILER = "llvmlite"
 _SOON = 0.01  # CPU seconds until the exception is tried again, and the shortest time that is set
 

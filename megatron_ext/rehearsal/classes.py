@@ -50,7 +50,7 @@ def classes_of(
         members[tuple(stages[stage] for stage in on_rank), kinds].append(rank)
     made = []
     for ranks in members.values():
-        # if several ranks have an equal peak, the first one
+        # The rank with the highest peak represents its class; of several the first one.
         fullest = max(ranks, key=lambda rank: peaks[rank])
         made.append(RankClass(fullest, tuple(ranks), all(sends(placement, fullest))))
     return tuple(sorted(made, key=lambda one: (not one.sends_both, one.rank)))

@@ -206,7 +206,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         """
         _refuse(config)
         if config.schedule is None:
-            # These patches record the passes of Megatron's own schedule.
+            # The patches `stock` record the passes of Megatron's own schedule.
             apply(stock.patches(config))
         apply(p2p_communication.patches(self._send, self._receive))
         apply(last_copy.patches())

@@ -69,8 +69,8 @@ _ENVIRONMENT = {
     # OMP_NUM_THREADS is 1, as torchrun sets it if a node has several ranks, unless the user has set
     # the variable.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    # Megatron's import makes torch look for a GPU. With this setting torch uses NVML for that, not
-    # the CUDA driver, after which no process could be forked.
+    # Megatron's import makes torch look for a GPU. With PYTORCH_NVML_BASED_CUDA_CHECK torch asks
+    # NVML, and not the CUDA driver, after whose use no process could be forked.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 

@@ -88,8 +88,8 @@ class Watchdog:
         """Stop watching ``recorder``, whose training has ended."""
         if (running := cls._running) is None:
             return
-        # New containers replace the old ones, since the watching threads may be iterating over
-        # those.
+        # Lists and dictionaries are replaced, not changed, since the watching threads may be
+        # iterating over them.
         running._recorders = [other for other in running._recorders if other is not recorder]
         running._reported = {
             key: since for key, since in running._reported.items() if key[0] is not recorder
@@ -173,8 +173,8 @@ class Watchdog:
 
     def _watch_device(self, device: int | None) -> None:
         if device is not None:
-            # Without this call queries from the thread would create a CUDA context on another
-            # device.
+            # The thread sets its device, since otherwise its queries would create a CUDA context on
+            # another one.
             torch.cuda.set_device(device)
         while True:
             for recorder in self._recorders:

@@ -42,7 +42,8 @@ FILE_VERSION = 2
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
 _RECOMPUTE = "r"  # key of the seconds of a recompute pass, if they differ from the forward pass's
 _PARTS = {"output_layer": "F, I and W", "embedding": "the lookup and the weight gradient"}
-# Keys of the parts of those seconds that do not shrink with the length of a slice.
+# The keys fixed_output_layer and fixed_embedding have those parts of the seconds that do not shrink
+# with the length of a slice.
 _PARTS |= {f"fixed_{key}": passes for key, passes in _PARTS.items()}
 # Key of the seconds of F, I and W of an encoder on the first stage. A costs file also has the
 # encoder's bytes.

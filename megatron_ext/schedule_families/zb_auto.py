@@ -234,7 +234,7 @@ def _best(
         rows = entry.build(problem if entry.traits.uses_costs else unlimited).rows
         held = peaks(Schedule(other, problem.placement, rows), memory.amount)
         if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
-            # These times are no longer than those of `makespan`, and are computed faster.
+            # `time_rows` gives times that are no longer than those of `makespan`, and is faster.
             filled = time_rows(rows, problem)
             if filled.order(by_span) < figures and seconds(filled) < figures:
                 best, figures = filled, seconds(filled)

@@ -122,7 +122,7 @@ def load(name: str, inputs: str) -> str | None:
 
 def _read(path: Path) -> str | None:
     """Return the text of the file ``path``; None if it is no regular file, or too large."""
-    # Without O_NONBLOCK the call would block on a pipe.
+    # Without O_NONBLOCK the opening of a pipe would block.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         is_entry = stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST

@@ -139,7 +139,7 @@ def test_a_v_has_stocks_losses(
 ) -> None:
     """A V schedule has Megatron's losses from a checkpoint. From scratch it would start from other
     weights."""
-    # loading the state of delayed scaling requires this variable
+    # Transformer Engine loads the state of delayed scaling only with this variable.
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     flags = flags_of(precision)

@@ -46,7 +46,7 @@ EXPERT_PARALLEL: dict[str, str | int | bool | None] = {
 FLEX: dict[str, str | int | bool | None] = {
     **EXPERTS,
     **EXPERT_PARALLEL,
-    # kernels of the flex dispatchers copy whole lines of memory, which this size fills
+    # Kernels of the flex dispatchers copy whole lines of memory, which this hidden size fills.
     "hidden_size": 512,
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "flex",

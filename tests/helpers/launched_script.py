@@ -18,7 +18,8 @@ def printed_by_ranks(script: Path, ranks: int, variables: dict[str, str]) -> str
     everything that they printed."""
 
     def on_rank(rank: int) -> str:
-        # this setting keeps torch from compiling; test processes set it in the environment
+        # The stance "force_eager" keeps torch from compiling. Test processes set it in the
+        # environment.
         torch.compiler.set_stance("force_eager")
         os.environ |= torchrun_environment(rank, ranks, port) | variables
         with contextlib.redirect_stdout(io.StringIO()) as printed:

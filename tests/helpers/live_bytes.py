@@ -25,9 +25,8 @@ from megatron_ext.features.offload.runtime import offload
 from megatron_ext.runtime.executor import _Execution
 from tests.helpers.storages import LiveStorages, addresses
 
-# Seconds after which gloo's threads have dropped the tensors of an ended exchange. In a measurement
-# of 1,000 all-gathers over two ranks, a tensor still lived at the end of 11, and a millisecond
-# later after 1.
+# Seconds after which gloo's threads have dropped the tensors of an ended exchange. Of 1,000
+# all-gathers over two ranks, 11 still held a tensor when they ended, and 1 a millisecond later.
 SETTLED = 0.01
 
 # Samples of memory: the action, its bytes held, and the bytes of messages.
@@ -112,11 +111,12 @@ def _moving(execution: _Execution) -> Iterator[object]:
     """Yield the tensors of messages and collectives that an execution holds."""
     stage_io: Any = execution.owners[0]
     yield [*stage_io.outputs.values(), *stage_io.gradients.values()]
-    # attributes that one or the other transport has
+    # Attributes of a transport that hold tensors of messages; each kind of transport has some of
+    # them.
     for name in ("_sending", "_receiving", "_in_flight", "_next"):
         yield [*vars(stage_io._transport).get(name, {})]
         yield [*getattr(vars(stage_io._transport).get(name), "values", list)()]
-    # the stage has this attribute if the vocabulary is split
+    # With a split vocabulary the collectives also hold tensors.
     if hasattr(stage_io._ends, "_exchange"):
         yield [*stage_io._ends._exchange._in_flight.values()]
 

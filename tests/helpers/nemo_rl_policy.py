@@ -70,7 +70,7 @@ def build_worker() -> Any:
     config = importlib.import_module("megatron.core.utils").get_model_config(model)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    # the worker's constructor needs Ray and NCCL, so it is not called
+    # The worker is made without its constructor, which needs Ray and NCCL.
     worker = object.__new__(MegatronPolicyWorkerImpl)
     replicas = parallel_state.get_data_parallel_world_size()
     values = {

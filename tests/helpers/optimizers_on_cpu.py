@@ -41,7 +41,8 @@ class Package:
 
 def _use_fused_adam(folder: Path) -> None:
     transformer_engine_on_cpu.load(folder)
-    # with Transformer Engine's stand-in torch would report a GPU, and ranks would look for NCCL
+    # torch must not report a GPU, or ranks would look for NCCL; Transformer Engine's stand-in makes
+    # it report one.
     torch.cuda.is_available = lambda: False
     utils._te_version = None
     kernels: Any = sys.modules["transformer_engine_torch"]

@@ -30,7 +30,8 @@ def own_cache(cache: Path, config: pytest.Config) -> Iterator[None]:
             compiled = cache / "megatron_ext" / "numba"
             compiled.parent.mkdir(0o700)
             shared = provider.mkdir("numba")
-            # compiled code is not loaded from a folder that other users may write to
+            # The folder gets this mode, as compiled code is not loaded from a folder that other
+            # users may write to.
             shared.chmod(0o700)
             compiled.symlink_to(shared)
         yield

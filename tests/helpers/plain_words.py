@@ -79,14 +79,14 @@ _OLD_NAME = re.compile(
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_WORD = re.compile(r"\W+|_+")
-# pattern of a type alias's name; names of constants and type variables do not match
+# Pattern of the name of a type alias. Names of constants and type variables do not match it.
 _ALIAS = re.compile(r"[A-Z]\w*[a-z]\w*")
 # The words "held" and "kept" are not in the lists, as the memory account needs both.
 _PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _FEWEST_WORDS = 4  # least number of words in a string that is taken for a text to people
-# pattern of which each file with a help text has a match
+# Pattern that occurs in every file with a help text.
 _HELP = re.compile(r"\b(help|metadata)\s*=|\btyper\b")
 # attributes of a syntax node that are lists of statements
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")

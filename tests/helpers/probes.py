@@ -56,7 +56,7 @@ def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
     """Return the files, by path from the root, that differ after ``edits`` are made and pages and
     records are written. This happens in a copy in ``folder``, in which ``code`` runs with the
     dummy."""
-    # this import brings Megatron, once for all probes
+    # The module `refusals` imports Megatron, here once for all probes.
     importlib.import_module("tests.behaviour.refusals")
     for name in _COPIED:
         # Compiled files are copied, except those that another process is still writing.
@@ -105,7 +105,7 @@ def _run(code: str, folder: Path) -> None:
 
     assert not main(["write", "tests/records", "help", "names"])
     record = Path("tests/records/refusals.txt")
-    # only these refusals are written anew, as the rest of the record takes longer
+    # Only refusals by feature are written anew, as the rest of the record takes longer.
     new = taken(refusals_by_feature())
     record.write_text(to_text(from_text(record.read_text()) | new))
 

@@ -93,7 +93,7 @@ def random_schedule(random: Random, problem: Problem) -> Schedule:
     while ready:
         action = random.choice(ready)
         if action.kind is F:
-            # take the forward pass that became possible first
+            # Forward passes run in the order in which they become possible.
             action = next(a for a in ready if a[:2] == action[:2])
         elif in_order:
             action = min(a for a in ready if a[:2] == action[:2])
@@ -118,7 +118,7 @@ class Case:
     problem: Problem
     schedule: Schedule
 
-    # a failing example is printed as a table, which is short enough to read
+    # A failing example is printed as rows of actions, which are short enough to read.
     def __repr__(self) -> str:
         rows = "\n".join("  " + " ".join(map(str, row)) for row in self.schedule.rows)
         return f"{self.problem.placement}, {format_costs(self.problem.costs)}\n{rows}"

@@ -91,7 +91,8 @@ class Request:
                 rank=self.rank,
                 world_size=self.ranks,
             )
-            # without this barrier a rank that ends at once may be gone before others have connected
+            # Without this barrier a rank that ends at once might be gone before others have
+            # connected.
             dist.barrier()
         return _call_in_one_chunk(self.function, self.rank)
 
@@ -161,8 +162,7 @@ class ThisProcess:
         with open(f"{request.folder}/{request.rank}", "wb") as file:
             pickle.dump(result, file)
         for worker in multiprocessing.active_children():
-            # a checkpoint's writing processes are killed, which the interpreter's shutdown would
-            # end
+            # Processes that write a checkpoint are killed, as the interpreter's shutdown would do.
             worker.kill()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -260,7 +260,7 @@ class RunningRanks:
             time.sleep(0.01)
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
-                # also kills processes of the rank, such as the writers of a checkpoint
+                # The signal goes to all processes of the rank, such as the writers of a checkpoint.
                 os.killpg(pid, signal.SIGKILL)
         for rank in killed:
             self._ended[rank] = (None, self._ended[rank][1])
@@ -389,8 +389,8 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
         # end would wait forever.
         os.closerange(3, theirs.fileno())
         os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        # keeps inherited objects alive, since a file number that one of them closes may by then be
-        # a store's
+        # Inherited objects are kept from garbage collection: the file number that one of them would
+        # close may by then belong to a store.
         gc.freeze()
         stores = {}
         while True:
@@ -401,7 +401,7 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
                 theirs.send(store.port)
             else:
                 del stores[port]
-    # the test process or Ctrl-C has ended this process, which must never return into the tests
+    # This process never returns into the tests, even if the test process or Ctrl-C ends it.
     finally:
         os._exit(0)
 

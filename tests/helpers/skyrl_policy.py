@@ -51,7 +51,7 @@ def build_worker() -> Any:
     config.algorithm.temperature = 1.0
     config.max_tokens_per_microbatch = 0
     config.remove_microbatch_padding = False
-    # the worker's constructor needs Ray and NCCL, so it is not called
+    # The worker is made without its constructor, which needs Ray and NCCL.
     worker = object.__new__(MegatronPolicyWorkerBase)
     values = {
         "cfg": config,

@@ -339,7 +339,7 @@ class CountingTransport:
 class InOrderGroup(PipelineGroup):
     """A group as strict as NCCL: one batch after the other, and one work for a whole batch."""
 
-    # the function at import, in case a test replaces PipelineGroup.start later
+    # PipelineGroup.start as it is at import, in case a test replaces it later.
     _start_at_once = PipelineGroup.start
 
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:

@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):
             # the wait for it.
             return args[0], FakeWork().boxed()
         result = func(*args, **(kwargs or {}))
-        # torch.tensor() runs this operation on its new tensor, which counts as new.
+        # torch.tensor() ends with lift_fresh on its new tensor, so the tensor counts as new.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {storage._cdata for storage in storages(given)}
         for storage in storages(result):

@@ -126,7 +126,7 @@ def import_swift() -> None:
     attention.DotProductAttention.forward = by_sequence(attention.DotProductAttention.forward)
     provider.TEDotProductAttention = attention.DotProductAttention
     importlib.reload(importlib.import_module("megatron.core.models.gpt.gpt_layer_specs"))
-    # ms-swift needs the real package, not the stand-in of transformer_engine_on_cpu
+    # ms-swift needs the real einops, not the stand-in of transformer_engine_on_cpu.
     for name in ("einops",):
         sys.modules.pop(name, None)
     with stand_ins("trl"):

@@ -61,7 +61,7 @@ def where_cuda_is(build: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     from swift.megatron import MegatronTrainer, megatron_sft_main
 
-    # with no device, mcore-bridge would not seed Megatron's generators
+    # torch reports one device, as mcore-bridge seeds Megatron's generators only if there is one.
     torch.cuda.device_count = lambda: 1
     base: Any = importlib.import_module("swift.megatron.trainers.base")
     for name in ("get_mcore_model", "prepare_mcore_model"):

@@ -81,8 +81,8 @@ def provide(
     config.gradient_accumulation_fusion = fused
     for name, value in precision.items():
         setattr(config, name, value)
-    # this setting is made here, as its flag needs --moe-grouped-gemm, which is refused without a
-    # GPU
+    # The modules to recompute are set here, as their flag needs --moe-grouped-gemm, which is
+    # refused without a GPU.
     if grouped:
         config.recompute_modules = ["moe_act"]
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -113,7 +113,8 @@ def use_transformer_engine(version: str, capability: tuple[int, int] = (8, 0)) -
     """Let Megatron, which was imported without Transformer Engine, find it; in a forked process
     only."""
     on_cpu.load(on_cpu.fetch(version), capability)
-    # with Transformer Engine's stand-in torch would report a GPU, and ranks would look for NCCL
+    # torch must not report a GPU, or ranks would look for NCCL; Transformer Engine's stand-in makes
+    # it report one.
     torch.cuda.is_available = lambda: False
     utils._te_version = None
     importlib.reload(extension)

@@ -80,7 +80,7 @@ def random_two_copies(random: Random) -> TwoCopies:
     while ready:
         action = random.choice(ready)
         if action.kind is _F:
-            # take the forward pass that became possible first
+            # Forward passes run in the order in which they become possible.
             action = next(a for a in ready if a[:2] == action[:2])
         ready.remove(action)
         stage, kind, k = action

@@ -172,7 +172,7 @@ class Workers:
         def call(data: Any) -> Any:
             ranks = gathered(self._worker._query_dispatch_info(mesh))
             ((parts,), _) = _split_args_kwargs_data_proto(max(ranks) + 1, data)
-            # the batch is unlocked, as Ray's copy of it would be
+            # The batch is unlocked, as the copy that Ray makes would be.
             answer = method(parts[ranks[dist.get_rank()]].unlock_())
             answers = gathered((self._worker._query_collect_info(mesh), answer))
             return _concat_data_proto_or_future([one for collected, one in answers if collected])
@@ -273,7 +273,7 @@ def main() -> None:
     )
     actor.init_model()
     reference.init_model()
-    # the trainer's constructor starts Ray, so it is not called
+    # The trainer is made without its constructor, which starts Ray.
     trainer = object.__new__(RayPPOTrainer)
     trainer.config, trainer.ref_in_actor = config, False
     trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)

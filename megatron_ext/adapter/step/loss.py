@@ -41,7 +41,7 @@ def loss_with_gradient(
     Raises:
         ValueError: the loss was computed from another tensor than the output.
     """
-    # Megatron's forward_step_calc_loss stops this timer, so it must run.
+    # The timer forward-compute is started, since Megatron's forward_step_calc_loss stops it.
     if config.timers is not None:
         config.timers("forward-compute", log_level=2).start()
     leaf = output.detach().requires_grad_(not call.forward_only)

@@ -107,8 +107,8 @@ class RepeatableCall:
                 within.close()
                 self._outputs.append(output)
 
-            # This hook runs before the caller's own hooks, so that a repetition of the call runs
-            # those hooks on the same arguments.
+            # The hook that records a call runs before the caller's own hooks, so that a repetition
+            # of the call runs those hooks on the same arguments.
             begins = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             hooks.callback(begins.remove)
             hooks.callback(model.register_forward_hook(end).remove)

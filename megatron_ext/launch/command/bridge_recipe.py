@@ -24,7 +24,7 @@ from megatron_ext.written_settings import given_in
 # Parts of a Bridge config whose fields are also Megatron's arguments; a later part overrides an
 # earlier one.
 _PARTS = ("dist", "scheduler", "validation", "train", "optimizer", "ddp")
-# Megatron's arguments for those fields of these parts that have other names.
+# Megatron's arguments for fields of a Bridge config that have other names.
 _NAMES = {
     "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
@@ -190,8 +190,8 @@ def _arguments(config: Any) -> _Arguments:
     if not torch.cuda.is_available():
         values.pop("gradient_accumulation_fusion", None)
     if values.get("cross_entropy_fusion_impl") == "te":
-        # pretrain_gpt.py refuses Transformer Engine's fused cross entropy. Megatron's native one
-        # computes the same in as much memory.
+        # The value te (Transformer Engine's fused cross entropy), which pretrain_gpt.py refuses, is
+        # replaced: Megatron's native fusion computes the same in as much memory.
         values["cross_entropy_fusion_impl"] = "native"
     parser = megatron_arguments.parser()
     known = {action.dest: action for action in parser._actions}

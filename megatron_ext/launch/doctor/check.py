@@ -90,7 +90,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu: Gpu | None) -> Rep
     _report_remarks(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
     folder = Path() if launch.is_module else folder
-    # These variables keep a check from fetching anything over the network.
+    # HF_HUB_OFFLINE keeps a check from fetching anything over the network.
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
     with silently(), as_on(None if launch.log else folder.absolute(), environment):
         script = _check_script(report, launch)
@@ -357,7 +357,7 @@ def _check_arguments(
         if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
         if is_assumed:
-            # a checkpoint is not judged by an assumed vocabulary size
+            # so that a checkpoint is not judged by an assumed vocabulary size
             args.padded_vocab_size = None
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 

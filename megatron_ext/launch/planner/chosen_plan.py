@@ -31,7 +31,7 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
         RuntimeError: the rank that chooses has died, or failed for another reason.
     """
     try:
-        # This import also imports torch and Megatron.
+        # The module `launch_choice` imports torch and Megatron, and so is imported only here.
         from megatron_ext.launch.planner.launch_choice import choose_for
     except ImportError as error:
         raise ValueError(

@@ -82,7 +82,7 @@ class LaunchVariants:
         stock = stock_executor(self.args)
         problem = run_by_stock(problems(args, config)[0], spec, stock)
         if is_cut:
-            # This call raises ValueError if the sequence cannot be cut into slices.
+            # `lengths_in` raises ValueError if the sequence cannot be cut into slices.
             lengths_in(problem, args, args.seq_length)
         model = None
         if problem.costs.held_bytes is not None:
@@ -156,8 +156,8 @@ class LaunchVariants:
         if not self.tries_recompute or is_given or options.conflict is not None:
             return False
         try:
-            # This call also checks settings of Megatron's own schedule, if the launch runs under
-            # it.
+            # `check_settings` also checks settings of Megatron's own schedule, if the launch runs
+            # under it.
             check_settings(args, config)
             refuse(args, config.resolved_spec, options)
         except ValueError:

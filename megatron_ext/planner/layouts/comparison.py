@@ -133,7 +133,7 @@ def compare_layouts(
 
 def _best_by_rule(candidates: Candidates, specs: Sequence[str], baseline: Evaluated) -> Evaluated:
     """Return the best of ``baseline`` and the schedules ``specs`` with Megatron's own layouts."""
-    # The call adds each evaluated layout to `made`.
+    # `by_rule` adds each evaluated layout to `made`.
     until_end(partial(candidates.by_rule, specs), None, LAYOUTS)
     return _best(baseline, *candidates.made)
 

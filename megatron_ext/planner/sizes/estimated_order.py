@@ -89,7 +89,7 @@ class Estimator:
         self._of_types = replace(job, model=replace(job.model, layers=tuple(types)))
         self._shares = np.array([*types.values()]) / self._layers
         self._recompute = sorted(job.recompute, key=amount_of)
-        # The caches of these results live as long as the training job's description.
+        # The results of these methods are cached as long as the training job's description lives.
         self.pieces = cache(self._pieces)
         self.model_bytes = cache(self._model_bytes)
         self._parts = cache(self._parts_of_model)

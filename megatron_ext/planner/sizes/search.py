@@ -483,8 +483,8 @@ class _Search:
             try:
                 self._sized[sizes] = self._works_of(sizes)
             except ValueError as error:
-                # The planning time may end at any of these statements. Sizes that are noted as
-                # refused then have their reason.
+                # The reason of a refusal is noted before the refused sizes, as the planning time
+                # may end between the two statements.
                 self.found.refused[sizes] = str(error)
                 self._sized[sizes] = None
         return self._sized[sizes]

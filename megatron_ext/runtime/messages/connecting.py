@@ -84,7 +84,8 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
         store.set(f"{place}/{this_rank}", "")
     while True:
         if recorder.interruption is not None:
-            # The context around this call adds the name of the failed rank.
+            # The context manager around this function adds the name of the failed rank to this
+            # error.
             raise PeerFailure("another rank has failed")
         with losing_the_store(f"{listed(missing)} had not come to the connection {name}"):
             missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]

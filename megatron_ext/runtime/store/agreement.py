@@ -68,7 +68,8 @@ def agree(
     text = json.dumps({name: asdict(fact) for name, fact in facts.items()})
     digest = hashlib.sha256(text.encode()).hexdigest()
     with losing_the_store("the ranks were telling one another their settings"):
-        # The key contains a count, since an earlier training may have left keys in the store.
+        # The prefix of keys contains a count, since an earlier training may have left keys in the
+        # store.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
         # Ranks with equal facts share one entry in the store, under the digest of the facts.

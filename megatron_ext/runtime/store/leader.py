@@ -64,7 +64,8 @@ def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[],
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store may be gone, too
             store.set(_RESULT, _packed(_for_others(error, what, here)))
-        # Gives other ranks time to read the error, as the store may end with this process.
+        # The failing rank waits, so that other ranks can read the error: the store may end with
+        # this process.
         time.sleep(2 * LOOK_SECONDS)
         raise
     with losing_the_store(f"{here} was to tell the result of {what}"):

@@ -26,10 +26,10 @@ def parts(kind: str) -> dict[str, Part]:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
         if kind == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""  # run on the CPU even if the machine has a GPU
-            # torch's sanitizer would query the current stream of a GPU
+            # torch's sanitizer is switched off, as it would query the current stream of a GPU.
             environment.pop(SANITIZER, None)
         words = (f"{_HERE}.{module}", kind, *words)
-        # oldest Python that the case must run with
+        # Oldest Python with which the case must run.
         python = (3, 9) if module == "host_calls" else (3, 12)
         return Case(name, words, PATIENCE[kind] * seconds, python, environment)
 

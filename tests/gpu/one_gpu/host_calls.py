@@ -89,13 +89,14 @@ def pin_memory(device: torch.device) -> Call:
 
 def from_pageable(device: torch.device) -> Call:
     buffer = torch.zeros(64 * MIB, dtype=torch.uint8)
-    # this memory is freed at once, so that the copy finds memory
+    # Memory is allocated and freed at once, so that the copy finds free memory in torch's cache.
     torch.empty(64 * MIB, dtype=torch.uint8, device=device)
     return lambda: buffer.to(device, copy=True)
 
 
 def empty_cache(device: torch.device) -> Call:
-    # this memory is freed at once, and stays in torch's cache
+    # Memory is allocated and freed at once, and stays in torch's cache, which empty_cache then
+    # empties.
     torch.empty(1024 * MIB, dtype=torch.uint8, device=device)
     return torch.cuda.empty_cache
 
@@ -123,7 +124,7 @@ CALLS: dict[str, tuple[str, Callable[[torch.device], Call]]] = {
     "pin_memory": ("pin_memory of 64 MiB: cudaHostAlloc", pin_memory),
     "from_pageable": ("a copy from 64 MiB of pageable memory", from_pageable),
 }
-# calls that must wait and that must not; otherwise the probe itself is wrong
+# Calls that must wait for the kernel, and calls that must not; otherwise the probe itself is wrong.
 MUST_WAIT, MUST_PASS = {"synchronize"}, {"event", "item"}
 
 

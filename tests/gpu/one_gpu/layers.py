@@ -17,7 +17,7 @@ def layers(kind: str, precision: str) -> None:
         _stand_in(precision)
     elif not can_split():
         raise CannotRun("Transformer Engine 2.8 or later is not installed")
-    # this module imports Transformer Engine
+    # te_layers imports Transformer Engine, so it is imported only here.
     from tests.gpu.te_layers import LAYERS, differences, missing
 
     if kind == "cuda" and (lack := missing(precision)):

@@ -77,7 +77,8 @@ def _run(case: Case, seconds: float, folder: Path) -> Iterator[Row]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # with a session of its own all ranks of the case can be ended together
+            # The process gets a session of its own, so that all ranks of the case can be ended
+            # together.
             start_new_session=True,
         )
         try:
@@ -121,11 +122,11 @@ def _rows(output: TextIO) -> Iterator[Row]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process, and all processes that it started."""
-    # at SIGABRT Python prints where it is; SIGKILL ends it
+    # At SIGABRT Python prints where it hangs; SIGKILL ends the process in any case.
     for signum in (signal.SIGABRT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)
-        # a GPU driver may keep the process from ending
+        # A GPU driver may keep the process from ending.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LAST_WORDS)
 

@@ -88,7 +88,7 @@ def capture(kind: str) -> None:
     with apply(graphs.patches(PipelineConfig())):
         figure, is_good = _captured(recorder)
     tell("a graph captured beside the watchdog", figure, is_good)
-    # this capture comes last, as it may leave the device in a bad state
+    # The capture under the watchdog comes last, as it may leave the device in a bad state.
     figure, _ = _captured(recorder)
     tell("the same where the watchdog asks", figure)
 

@@ -77,7 +77,8 @@ def run_ranks(
                             # All streams share one hardware queue, as Megatron requires for tensor
                             # parallelism.
                             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                            # this cache is empty, so the first forward pass compiles
+                            # The cache of compiled code is empty, so the first forward pass
+                            # compiles.
                             "TORCHINDUCTOR_CACHE_DIR": cache,
                             **environment,
                         },

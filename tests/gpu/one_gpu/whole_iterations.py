@@ -37,7 +37,8 @@ from tests.gpu.one_gpu.two_ranks import ROOT, folder
 from tests.helpers import whole_graphs
 
 REPLAYS = 10
-# the first step warms up; the step of the capture runs nothing, and ends with a replay
+# Number of steps. The first one warms up; the step of the capture runs nothing, and ends with a
+# replay.
 STEPS = 1 + REPLAYS
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 STORE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # no process listens on this port

@@ -99,7 +99,7 @@ def test_schedules_with_virtual_stages_refuse_it(schedule: str) -> None:
     settings.reset_attention_mask = False
     settings.reset_position_ids = settings.eod_mask_loss = True
     refuse(settings, resolved)
-    # bf16 uses the fused kernel, which ignores the mask
+    # With bf16 Megatron's layers use the fused softmax kernel, which ignores the mask.
     settings.reset_attention_mask = settings.bf16 = True
     refuse(settings, resolved)
 

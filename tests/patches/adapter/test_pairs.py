@@ -78,7 +78,7 @@ def test_a_step_of_one_microbatch_has_none() -> None:
     ours = PipelineConfig(schedule="zb-v")
     assert requested_options(ours, settings, 2) == {"pairs": True}
     assert requested_options(ours, settings, 1) == {}
-    # at a launch the flag counts whatever the number of microbatches
+    # At a launch, when the number of microbatches is unknown, the flag alone counts.
     assert requested_options(ours, settings) == {"pairs": True}
 
 

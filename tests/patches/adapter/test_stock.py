@@ -57,7 +57,7 @@ def test_a_backward_pass_is_that_of_its_output() -> None:
         for microbatch, output in enumerate(outputs):
             watched_forward(forward, output=output, vp_stage=1, current_microbatch=microbatch)
         watched_backward(backward, None, outputs[1], None, None)
-        # a backward pass whose forward pass was not seen
+        # This backward pass is that of a forward pass which was not observed.
         watched_backward(backward, None, [object()], None, None)
         with pytest.raises(RuntimeError) as caught:
             watched_backward(backward, None, outputs[0], None, "broken")

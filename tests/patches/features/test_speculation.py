@@ -373,7 +373,7 @@ def beside_a_twin(case: Case) -> None:
                 result = speculative.redo(state.found_inf)
                 ours.schedule(result[0])
             stock.schedule(expected[0])
-            # as text, because NaNs differ from themselves
+            # Results are compared as text, because NaNs differ from themselves.
             assert str(result) == str(expected), event
             names = differing(ours.everything(), stock.everything())
             assert not names, (event, names[:5])

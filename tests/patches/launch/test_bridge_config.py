@@ -139,7 +139,7 @@ def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: m
     placed = copy.deepcopy(given)
     assert bridge.use(given, schedule="zb-v") is handle
     assert given == placed
-    # the caller has changed the config since
+    # The caller changes the config after `use`.
     given.model.virtual_pipeline_model_parallel_size = None
     bridge.use(given, schedule="zb-v")
     assert given == placed

@@ -716,7 +716,7 @@ def test_a_schedule_flag_of_the_scripts_own(
 def test_variables_count_where_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # this variable is no setting of a run
+    # MEGATRON_EXT_NIGHTLY is no setting of a run.
     monkeypatch.delenv("MEGATRON_EXT_NIGHTLY", raising=False)
     script = tmp_path / "mine.py"
     script.write_text("import megatron_ext.auto\n")

@@ -173,7 +173,7 @@ def test_ranks_run_once_more_with_their_messages_on_time(tmp_path: Path) -> None
     for alone, again in zip(run.requests[:3], run.requests[3:6], strict=True):
         assert again.replay is not None
         assert replace(again, replay=None, folder=alone.folder) == alone
-        # messages stay within a node
+        # All messages stay within a node, and NVLink's have 32 CTAs.
         assert (again.replay.ctas, again.replay.has_blocks) == (32, True)
         assert {len(times) for times in again.replay.moved.values()} == {8}
     for one, figures in zip(report.replays, report.schedules, strict=True):
@@ -274,7 +274,7 @@ def test_variables_in_place_of_flags_are_refused(
 ) -> None:
     """`rehearse` refuses our environment variables and says which flags to write. Each rank used to
     read the variables, also when it rehearsed stock's schedule, and the command did not."""
-    # this variable is no setting of a schedule
+    # MEGATRON_EXT_ALLOW_UNKNOWN is no setting of a schedule.
     monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")
     run = stand_in(tmp_path, "stock")
     own = request(tmp_path, "stock")

@@ -168,7 +168,8 @@ class Rank:
         return x
 
     def _layer(self, layer: torch.nn.Module, x: Tensor, is_first: bool) -> Tensor:
-        # a recomputed run is not the first
+        # Only the first run of the layer gets the flag ``is_first``, since a recomputed run is not
+        # the first one of its microbatch.
         firsts = itertools.chain([is_first], itertools.repeat(False))
 
         def forward(x: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class Rank:
         assert self._running is not None, "a W pass quantises"
         stage, running = self._running
         kind = type(quantizer).__name__
-        # other quantizers have no scale
+        # Only quantizers of the class Float8Quantizer have a scale.
         scale = quantizer.scale.item() if kind == "Float8Quantizer" else None
         event = (kind, *tensor.shape, scale)
         self.stages[stage].read[running[0]].append((running, *event))

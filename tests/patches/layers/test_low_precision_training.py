@@ -114,7 +114,7 @@ def test_a_v(precision: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
     """Trainings in low precision on a V have stock's losses if rounding is not random. NVFP4's
     stochastic rounding of gradients draws in the order of a rank's backward passes, so it is
     switched off here."""
-    # delayed scaling requires this variable
+    # Transformer Engine loads the state of delayed scaling only with this variable.
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
     both(MODEL, "zb-v", PRECISIONS[precision] | settings, resumes=True)

@@ -117,7 +117,7 @@ def test_what_waits_for_w(version: str, way: str) -> None:
     run = partial(compared, version=version, way=way)
     for different, put_off in values(run_ranks(TP, run)):
         assert not different
-        # layers of each block whose weight gradients wait for W
+        # Numbers of the layers in each block whose weight gradients wait for W.
         kinds = {"none": (0, 1, 2), "bulk": (2,), "reduce-scatter": (0, 2)}[way]
         numbers = [3 * block + kind for block in range(BLOCKS) for kind in kinds]
         assert put_off == {f"{number}.weight" for number in numbers}

@@ -214,7 +214,7 @@ def test_varying_sequence_lengths_cannot_be_batched() -> None:
     ("size", "stale", "listed"),
     [
         (RANKS, [2], "global ranks 0-1, 3; .* on global rank 2;"),
-        # all ranks of the second pipeline
+        # In this case all ranks of the second pipeline have the other program.
         (2, [1, 3], "global ranks 0, 2; .* on global ranks 1, 3;"),
     ],
 )
@@ -617,7 +617,7 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
                 with torch.no_grad():
                     copies[1].copy_(copies[0])
             assert len(run_step(chunks)) == (MICROBATCHES if copies else 0)
-            # a second model in the same process, as a critic next to an actor
+            # The process builds a second model, as a critic next to an actor.
             second = build_chunks(layout, tied=tied, depths=depths)
             if (others := tied_weights(second)) is not None:
                 with torch.no_grad():

@@ -414,7 +414,7 @@ def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
         **virtual, hidden_size=64
     )
     assert "--override-opt-param-scheduler" in says(**virtual, train_iters=4)
-    # doctor's advice: one step under the old command
+    # The run follows doctor's advice: one step under the old command.
     stock.run(
         **load | virtual,
         exit_interval=2,

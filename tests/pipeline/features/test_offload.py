@@ -265,7 +265,7 @@ def test_what_two_microbatches_share_stays_until_one_is_done() -> None:
     gc.collect()
     assert shared() is None
     leaving.perform("0OFFLOAD_F1")
-    # in addition x of microbatch 1, and the mask, which no other microbatch uses any more
+    # The bytes include x of microbatch 1, and the mask, which no other microbatch uses any more.
     assert leaving.bytes_left == 96
 
 

@@ -181,7 +181,7 @@ def test_training_is_the_same_to_the_last_bit(
     assert len(losses(runs)) == 2
     assert losses(runs) == losses(reference)
     assert evaluations(runs) == evaluations(reference)
-    # parameters and Adam's tensors
+    # The states, with parameters and Adam's tensors, are equal.
     assert [run.state for run in runs] == [run.state for run in reference]
     assert bool(evaluations(runs)) == ("eval_interval" in flags)
     seen = steps(tmp_path)

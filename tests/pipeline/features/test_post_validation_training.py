@@ -142,7 +142,7 @@ def test_many_steps_of_all_kinds() -> None:
     more: dict[str, object] = {"train_iters": steps, "eval_interval": steps // 3, "eval_iters": 1}
     runs, expected = SETTINGS["zb-v, fp16"].both(bad, log_interval=10, **more)
     assert_same(runs, expected)
-    # two of the evaluations are at the end
+    # Three evaluations run during the training, and two at its end.
     assert len(losses(runs)) == steps and len(evaluations(runs)) == 5
     assert times_redone(runs) > steps // 5
 

@@ -248,7 +248,7 @@ def test_a_rank_that_is_killed_takes_nothing_with_it(
         patch.setattr(pipeline_training, "run_passes", run_or_die)
         first, last = train_or_fail(2, flags(WHOLE, **race, **folder))
     assert last.exit_code == -signal.SIGKILL
-    # the other rank failed in a message
+    # The rank that was not killed failed in a message.
     assert first.exit_code == 1 and "pipeline rank 0, in 0" in first.error
     said(capfd)
     resumed = run(2, WHOLE, **race, load=tmp_path, exit_interval=saved_at + 3)

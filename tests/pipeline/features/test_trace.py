@@ -133,7 +133,7 @@ def test_a_reduction_starts_after_its_last_weight_gradient_and_overlaps_passes(
             assert Kind.BACKWARD_WEIGHT in RULES[last.action.kind].covers
             assert last.end <= reduction.start < reduction.end
             assert reduction.is_exact == (not optimizer)
-            # passes of the rank's other chunk
+            # Passes that run after the chunk's last one are those of the rank's other chunk.
             if later := [event for event in row if event.start >= last.end]:
                 assert reduction.start <= later[0].start
                 early.add(reduction.rank)

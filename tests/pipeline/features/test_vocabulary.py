@@ -83,7 +83,7 @@ def check_step(pipeline: VocabularyPipeline) -> None:
             got = pipeline.connections.whole(got, divides=False)
         errors[f"stage {number}"] = error_of(got, reference.stages[number])
     bound = ULPS_PER_STAGE * ULP[model.dtype] * placement.stages
-    # this also fails if an error is NaN
+    # The comparison also fails if an error is NaN.
     assert all(error <= bound for error in errors.values()), errors
 
 

@@ -41,7 +41,7 @@ GRADIENTS = {"fp32": 8 * ULP, "bf16": 2.0**-5}
 Flags = dict[str, object]
 
 UNTIED: Flags = {"untie_embeddings_and_output_weights": True}
-# few layers, because gloo's sums are slow
+# Models with tensor parallelism have few layers, because gloo's sums are slow.
 TENSOR: Flags = {"tensor_model_parallel_size": 2, "num_layers": 4}
 SEQUENCE: Flags = TENSOR | {"sequence_parallel": True}
 ROPE: Flags = {"position_embedding_type": "rope"}

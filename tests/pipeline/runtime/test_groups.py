@@ -74,7 +74,7 @@ def large_world(rank: int, ranks: int) -> None:
 
 
 def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
-    # torch's stub requires a backend, but the class accepts none
+    # torch's type stub requires a backend for these options, but the class accepts none.
     options: Any = FakeProcessGroup.Options
     group = dist.new_group(ranks, pg_options=options())
     assert isinstance(group, dist.ProcessGroup)

@@ -154,7 +154,7 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
         first.wait_until_it_says(0, HERE)
         port = int(first.stderr(0).split()[1])
         with running_ranks(1, lambda rank: on_rank(1, port), connect=False) as second:
-            # the second rank knows which rank works, and waits
+            # The second rank waits, and knows which rank works.
             second.wait_until_it_says(0, "calls add")
             first.send_signal(0, signal.SIGKILL)
             (error,) = errors(second.wait())

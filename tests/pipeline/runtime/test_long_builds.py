@@ -99,7 +99,7 @@ def test_no_rank_searches_before_there_are_process_groups(
     def noted(search: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(search)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            # otherwise the call makes the schedule that stands in for a search
+            # With ``trials`` the call only makes the schedule that stands in for a search.
             if kwargs.get("trials") is None:
                 with entered.open("a") as file:
                     file.write(f"rank {dist.get_rank()}\n" if dist.is_initialized() else "early\n")
@@ -176,8 +176,8 @@ def test_one_rank_searches_and_each_proves_once(
     assert set(notes.values()) == {1}
     ranks = Counter(note.split(",")[0] for note in notes if ",v,8,False," in note)
     early = [count for rank, count in ranks.items() if "early" in rank]
-    # the schedules that stand in for the search, with the output layer's W fused into I and not
-    # fused
+    # On each rank two schedules stand in for the search: with the output layer's W fused into I,
+    # and not fused.
     assert early == [2] * 4
     assert [ranks[f"rank {rank}"] for rank in range(4)] == [0, 1, 1, 1]
     described = jobs.read_text().splitlines()

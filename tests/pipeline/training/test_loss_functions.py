@@ -38,7 +38,7 @@ from tests.helpers.callers import (
 )
 from tests.helpers.ranks import run_ranks, values
 
-# a wave placement has eight stages
+# There are eight layers, as a wave placement has eight stages.
 LAYERS, SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 8, 8, 2, 32, 4
 
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -81,7 +81,7 @@ class OursInPlace(ast.NodeTransformer):
         (item,) = node.items
         if ast.unparse(item) != "pytest.raises(RuntimeError)":
             return node
-        # our schedules raise before the step
+        # Our schedules raise a ValueError before the step, in place of Megatron's RuntimeError.
         if "data_iterator=[range(0, 100)]," in ast.unparse(node):
             self.changed["one iterator for two chunks"] += 1
             item.context_expr = ast.parse("pytest.raises(ValueError)", mode="eval").body

@@ -12,7 +12,7 @@ from tests.helpers.combinations import nightly
 from tests.helpers.fetched import fetched
 
 ROOT = Path(__file__).parents[3]
-# this test needs OR-tools, which requires numpy 2
+# Name of a test that needs OR-tools, which requires numpy 2.
 NEEDS_NUMPY_2 = "test_simulate_says_what_a_certificate_is_worth"
 
 

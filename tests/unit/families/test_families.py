@@ -122,7 +122,7 @@ def test_table(name: str, p: int, m: int) -> None:
 PLAIN = [name for name, entry in entries().items() if not entry.traits.uses_costs]
 
 
-# These families refuse some numbers of microbatches.
+# Families that refuse some numbers of microbatches.
 GROUPED = ("interleaved", "interleaved-zb", "gis", "gis-h")
 
 

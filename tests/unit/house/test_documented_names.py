@@ -66,7 +66,7 @@ def test_schedules_exist(page: Path) -> None:
                 continue
             name, _, options = spec.partition(":")
             assert name in entries(), spec
-            # a value in capitals stands for one of the reader's
+            # An option in capitals is a placeholder for a value of the reader's.
             choose(f"{name}:{options}" if options and options.islower() else name)
 
 

@@ -108,7 +108,7 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {path.relative_to(tree).as_posix() for path in (tree / "megatron_ext").rglob("*.py")}
     assert patch_files(tree) | ours <= names
-    # without this file, type checkers treat everything in the package as Any
+    # Without py.typed type checkers would treat everything in the package as Any.
     assert "megatron_ext/py.typed" in names
     browser = (tree / "megatron_ext" / "viz" / "page" / "browser").iterdir()
     assert {path.relative_to(tree).as_posix() for path in browser} <= names

@@ -50,7 +50,7 @@ def sources() -> dict[Path, SourceWords]:
     for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
             relative = path.relative_to(ROOT)
-            # this link is ignored, since patches/ itself is read
+            # The link megatron_ext/patches is ignored, since patches/ itself is read.
             if relative.parts[:2] != ("megatron_ext", "patches"):
                 found[relative] = read_source(path.read_text(), strings=top != "tests")
     return found

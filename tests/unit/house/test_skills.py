@@ -19,10 +19,10 @@ EACH_GUIDE = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.pa
 NOT_RUN = (
     "pytest ",
     "ruff ",
-    # this command searches; tests/pipeline/commands/test_documented_commands.py runs one
+    # The command plan searches; tests/pipeline/commands/test_documented_commands.py runs one.
     "megatron-ext plan ",
     "megatron-ext doctor",  # this command needs Megatron; tests/unit/commands/test_cli.py runs it
-    # this command needs a run; tests/pipeline/commands/test_documented_commands.py has one
+    # The command trace needs a run; tests/pipeline/commands/test_documented_commands.py has one.
     "megatron-ext trace ",
 )
 

@@ -93,7 +93,8 @@ def test_a_schedule_is_not_needed_to_watch_megatrons_own() -> None:
             {"SCHEDULE": "zb-h1", "WHAT_NO_SETTING_RESEMBLES": "red"},
             "_RESEMBLES is not a setting: write one of .*MEGATRON_EXT_MEMORY_LIMIT,",
         ),
-        # By the prefix this name resembled MEGATRON_EXT_COSTS.
+        # The name MEGATRON_EXT_NOTHING used to be taken for a misspelt MEGATRON_EXT_COSTS, because
+        # of their common prefix.
         (
             {"SCHEDULE": "zb-h1", "NOTHING": "1"},
             "MEGATRON_EXT_NOTHING is not a setting: write one of",

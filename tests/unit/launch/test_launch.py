@@ -185,7 +185,7 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # without this variable, ranks would be read from a srun around the tests
+    # Without the variable RANK, ranks would be read from a srun around the tests.
     monkeypatch.setenv("RANK", "0")
     main([str(script), *flags])
     assert capsys.readouterr().out.split() == ["patches"] * installed + ["script"]
@@ -532,8 +532,8 @@ def test_a_mistake_of_all_ranks_is_said_once_a_node(
     """A mistake that all ranks make is printed once on each node. Without this, eight ranks of a
     node would print the same line."""
     assert node.says("8", "0") and not node.says("9", "1") and not node.says("11", "3")
-    # Among the other ranks, the first to come to a mistake prints it; another text is another
-    # mistake.
+    # Among ranks other than the first one of a node, the first that comes to a mistake prints it. A
+    # mistake with another text is another mistake.
     assert node.says("9", "1", "PROFILE=x") and not node.says("10", "2", "PROFILE=x")
     assert node.says("10", "2", "PROFILE=y")
     # The first rank of a node prints the mistake even if another rank was faster.

@@ -110,7 +110,7 @@ def test_what_the_passes_cost_is_recovered(
     before = placed(spec, vocabulary, rows)
     guess = estimated(before.schedule.placement, rows)
     truth = real(guess)
-    # the parts of a split vocabulary are on all ranks, with one speed here
+    # The parts of a split vocabulary are on all ranks, which have one speed in this test.
     if vocabulary is not NONE:
         assert guess.vocabulary is not None and truth.vocabulary is not None
         # Measured passes already contain what the estimate adds to them.

@@ -50,7 +50,7 @@ def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None
 
 def test_a_pair_takes_no_less_than_its_messages() -> None:
     layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
-    # the computing time of both passes, as the two passes alone would hide 2 + 2
+    # 3.0 is the computing time of both passes. What each pass can hide (2) would add up to 4.
     assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0
 
 
@@ -66,7 +66,7 @@ def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -
     forward = layer.saving_with(other, share, with_weights=False)  # F has experts, I has none
     back = other.saving_with(layer, share, with_weights=False)
     assert min(two, forward, back) > 0
-    # a dense layer next to experts, and the reverse
+    # F of a dense layer overlaps with I of a layer with experts, and then the reverse.
     assert hidden[0][0] == pytest.approx(forward + back)
     assert hidden[0][1] == pytest.approx(two)
     assert hidden[2][0] == pytest.approx(two)  # only as many layers overlap as both passes have

@@ -216,7 +216,7 @@ def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
     assert {0, 39} < microbatches
     (remark,) = small.remarks
     assert "480 passes are too many for one page: microbatches 0" in remark
-    # No pass is lost, and each rank is busy for as long as before.
+    # The page merges passes but loses none, and each rank is busy for as long as before.
     left_out = [box for box in small.boxes if box.kind == OMITTED]
     assert len(passes) + sum(box.passes for box in left_out) == 480
     assert sum(box.cost for box in (*passes, *left_out)) == pytest.approx(30 * 40 * 4 + 40 * 21)

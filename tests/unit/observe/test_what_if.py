@@ -120,7 +120,7 @@ def test_a_step_of_two_chunks_a_rank() -> None:
     assert tried["interleaved-zb:vpp=2"].step < told.stock.step
     assert tried["zb-h1"].vpp == 1 and tried["zb-v"].vpp == 2
     assert tried["zb-h1"].peak == 2
-    # this schedule has smaller groups
+    # interleaved:vpp=2 has smaller groups of microbatches than the traced schedule.
     assert tried["interleaved:vpp=2"].step == pytest.approx(told.stock.step)
     assert tried["interleaved:vpp=2"].peak < told.stock.peak
 

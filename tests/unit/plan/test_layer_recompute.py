@@ -154,7 +154,8 @@ def test_without_a_bound_nothing_is_recomputed() -> None:
     made = compared(FULL, None)
     assert made.baseline.recompute == FULL
     assert all(result.recompute == NONE for result in made.others.values())
-    # with full recompute a step takes four times F: F, recompute, and B (twice F)
+    # With full recompute a step takes four times F: F itself, the recompute, and B, which takes
+    # twice F.
     assert made.gain(made.chunks) > 0.2
     assert all(result.recompute == NONE for result in compared(NONE, None).others.values())
 

@@ -316,7 +316,7 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
             near + (of_near - near) / 4,
         ]
     )
-    # the time of a whole message is unchanged
+    # The time of a message with a whole microbatch is unchanged.
     assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far
     alike = with_links(costs, line(4), H100, 4, 1)
     assert alike.links.latency == pytest.approx(near) and not alike.links.latencies

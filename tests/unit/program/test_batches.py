@@ -70,8 +70,9 @@ def test_two_neighbours_whose_passes_end_together_swap_in_one_batch() -> None:
     )
 
 
-# In each case a rank receives a gradient before it sends an activation that the gradient depends
-# on, or the other way round. With a communicator for each kind of message this would be sound.
+# Rows that hang. In each case a rank receives a gradient before it sends an activation that the
+# gradient depends on, or the other way round. With a communicator for each kind of message the rows
+# would not hang.
 HANGS = {
     "posted ahead": (
         """

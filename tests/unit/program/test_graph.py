@@ -119,8 +119,8 @@ def as_soon_as_known(schedule: Schedule) -> dict[Action, Action | None]:
             action = graph.actions[node]
             if is_compute(action):
                 for sends in pending.values():
-                    # A pass that knows that one send has ended also knows it of the sends before,
-                    # on the same channel.
+                    # A pass that knows that one send has ended also knows that the earlier sends on
+                    # the same channel have ended.
                     while any(ended[node] & users[_key(graph, send)] for send in sends):
                         given = graph.actions[sends.popleft()]
                         found[given._replace(kind=waits[given.kind])] = action

@@ -323,9 +323,9 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"comm": -1}, "comm: -1 is no cost"),
         (GOOD_FILE | {"comm": [1, 2]}, "comm: [1, 2] is no cost"),
         (GOOD_FILE | {"comm": None}, "comm: None is no cost"),
-        # A list used to be shown as if it were a text; the error about a link of NaN named neither
-        # the file nor the key; an empty list ended in an IndexError; a long integer's error named
-        # no file.
+        # The errors of the next cases used to be wrong: a list was shown as if it were a text; the
+        # error about a link of NaN named neither the file nor the key; an empty list ended in an
+        # IndexError; the error about a long integer named no file.
         (GOOD_FILE | {"origin": ["a", "list"]}, 'origin is ["a", "list"]; write a text'),
         (GOOD_FILE | {"d2h": 1, "link": float("nan")}, "link: nan is no cost"),
         (GOOD_FILE | {"d2h": 1, "link": None}, "link: None is no cost"),

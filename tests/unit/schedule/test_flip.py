@@ -48,7 +48,7 @@ def test_flipped_on_the_way_in_and_back_on_the_way_out(tmp_path: Path) -> None:
     assert read.rows == rows_of("1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0")
     assert read.placement.rank_of == v(2).rank_of
     assert to_csv(read) == text
-    # the messages of a proved program are not written
+    # the table of a proved program has no messages
     assert to_csv(proved(read, 1, tmp_path / "v.csv")) == text
 
 

@@ -100,9 +100,10 @@ def test_every_search_takes_a_limit_to_fit_into(
     assert figures["recomputed"] > 0 and max(figures["peak_activation_microbatches"]) <= 1.26
 
 
-# Makespans on a V placement with p = 8, m = 32 and F : I : W as 10 : 12 : 8. A packer written for a
-# test found 1338, 1245 and 1182; without R they are 2142, 1535 and 1227. The large effort finds
-# them, and so must the one of these tests.
+# Memory limits in microbatches, with the makespans that a packer written for a test found on a V
+# placement with p = 8, m = 32 and F : I : W as 10 : 12 : 8. (Without recompute the makespans are
+# 2142, 1535 and 1227.) The large effort of a search finds these makespans, and the effort of these
+# tests must find them, too.
 TARGETS = ((2.0, 1338), (3.0, 1245), (4.0, 1182))
 
 

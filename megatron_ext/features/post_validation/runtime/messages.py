@@ -27,8 +27,8 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement, line
 
-# Seconds between two polls for the verdict on a step. The verdict goes from rank to rank, and
-# polling delays it by half of this on each rank, on average.
+# Seconds between two polls for the verdict on a step. The verdict goes from rank to rank, and each
+# rank delays it by half of this time on average.
 LOOK_SECONDS = 0.001
 
 _Message = tuple[dist.Work, Tensor]  # work of a message in flight, and its tensor
@@ -130,9 +130,9 @@ class ValidationMessages:
         if self._before is not None:
             with self._calling(Kind.SEND_V, self._before, "to"):
                 self.pass_back()
-        # These waits do not delay the step: either both ranks have arrived, or this rank could not
-        # go on anyway, since its next forward pass needs a message that the previous rank sends in
-        # this step.
+        # The waits for this step's messages do not delay the step: either both ranks have arrived,
+        # or this rank could not go on anyway, since its next forward pass needs a message that the
+        # previous rank sends in this step.
         for kind, peer, message in (
             (Kind.SEND_P, self._after, self._passed_on),
             (Kind.SEND_V, self._before, self._passed_back),
@@ -180,7 +180,7 @@ class ValidationMessages:
         self._passed_on = self._passed_back = self._coming = None
         for group in (self._up, self._down):
             if group is not None:
-                # The error that led here is shown, not one of aborting a group.
+                # The error for which messages are aborted is shown, not one of aborting a group.
                 with contextlib.suppress(RuntimeError):
                     dist.distributed_c10d._abort_process_group(group)
         self._up = self._down = None

@@ -289,8 +289,8 @@ class StepRace(StepObserver[Step]):
         if program is not None:
             self._programs.forget(program)
         host_memory.give_back_to(planned)
-        # The barrier makes all ranks release this program before a rank counts the memory of the
-        # next one.
+        # All ranks wait for each other here, so that all have released this program before any rank
+        # counts the memory of the next one.
         gather_from_all(None)
         return whys[0]
 

@@ -189,7 +189,7 @@ def _is_changed(name: str, part: OutputPart) -> bool:
     """
     return (
         type_before_parametrizations(part) is not OutputPart
-        # The output layer's name differs if it is within a wrapper, such as an adapter.
+        # An output layer within a wrapper, such as an adapter, has another name.
         or not name.endswith("output_layer")
         or "forward" in vars(part)
         or any(map(len, (part._forward_hooks, part._backward_hooks, part._backward_pre_hooks)))

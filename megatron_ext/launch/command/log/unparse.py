@@ -188,7 +188,8 @@ def _values(action: argparse.Action, text: str) -> list[str]:
     for allowed in action.choices or ():
         if isinstance(allowed, enum.Enum) and text == str(allowed):
             return [allowed.name]
-        # The caller makes the value of the enumeration from this text.
+        # The text after the dot is returned, from which the parser makes the value of the
+        # enumeration.
         if _ENUM.fullmatch(text) and text.endswith(f".{allowed}"):
             return [allowed]
     if text.startswith("[") and action.nargs is not None:
