@@ -20,9 +20,9 @@ CALLERS = {path.stem: path for path in sorted((REPOSITORY / "scripts" / "callers
 
 
 def prepare(caller: str) -> tuple[Path, str]:
-    """Install the packages of ``caller`` into a folder, and return the folder.
+    """Install the packages of ``caller``; return their folder, and why they could not be installed.
 
-    The text after it says why they could not be installed; it is empty if they are there.
+    The reason is "" if they are there.
     """
     requirements = CALLERS[caller]
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]

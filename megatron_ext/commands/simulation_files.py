@@ -110,7 +110,7 @@ def _runs(
 def _reference_program(resolved: ResolvedSpec, problem: Problem) -> Program:
     """Return the program to compare a schedule with in a picture.
 
-    It is the same schedule without overlap of steps or passes if that is on, and else 1F1B.
+    If steps or passes overlap, it is the same schedule without that overlap; otherwise 1F1B.
     """
     if problem.options.steps_overlap:
         return build_program(resolved, problem.with_options(steps_overlap=False))

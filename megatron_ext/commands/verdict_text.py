@@ -1,7 +1,7 @@
 """The verdict of a plan in at most ten lines.
 
-Most users read no table. These lines say what they have, what they should write, what it gains,
-what it rests on, and that nothing is worth a change if that is so.
+Most users read no table. These lines say which schedule the job has, which flags to write, what
+they gain, and what the gain rests on, or that no change is worth it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
 def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
     """Yield lines on the gain of another order and dealing of unequal microbatches.
 
-    The last one has the flags to write for it.
+    The last line has the flags to write for that.
     """
     if gains.shared is not None:
         yield (
@@ -144,7 +144,7 @@ _REFUSAL = re.compile(r"--pipeline-schedule \S+ (does not go with .*)")
 def _all_of_ours_refused(made: JobPlan) -> str:
     """Return words on why Megatron's settings rule out all schedules of ours; "" if they do not.
 
-    They have the most frequent reason, with its remedy.
+    The words are the most frequent reason, with its remedy.
     """
     if not all(is_stock(candidate) for candidate in made.plan.candidates):
         return ""

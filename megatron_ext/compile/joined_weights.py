@@ -1,9 +1,10 @@
 """W of a microbatch's slices as one pass.
 
-The gradients of all weights are read and written for every slice, those of all experts of a rank
-too, which takes longer than the products of a short slice. So the W of the slices are moved behind
-each other, to the last of them, where the runtime computes each gradient once. Until then the rank
-holds what they need: more than with each W at its place, at most a microbatch's for each stage.
+The gradients of all weights, those of all experts of a rank too, are read and written for every
+slice, which takes longer than the products of a short slice. So the W of the slices are moved
+behind each other, to the last of them, where the runtime computes each gradient once. Until then
+the rank holds what these W need. That is more than with each W at its place, and at most what one
+microbatch needs on each stage.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from megatron_ext.cost_model.execution import Execution
 class _Assumption:
     """Assumption of the cost model about one of Megatron's arguments.
 
-    It has the name of the argument, whether a value of it changes costs, and the text of the
-    assumption.
+    Its fields are the name of the argument, a test of whether the argument's value changes costs,
+    and the text of the assumption.
     """
 
     setting: str

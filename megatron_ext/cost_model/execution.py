@@ -51,8 +51,8 @@ class Execution:
         recompute_modules: parts of layers that are recomputed, by Megatron's names.
         transformer_engine: whether layers are Transformer Engine's, which never store the attention
             matrix.
-        local_flash_attention: whether Megatron's local layers have fused attention, as those of its
-            versions before the core library had with ``--use-flash-attn``.
+        local_flash_attention: whether Megatron's local layers have fused attention, as with
+            ``--use-flash-attn`` in versions before the core library.
         captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.

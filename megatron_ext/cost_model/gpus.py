@@ -2,7 +2,7 @@
 
 Users name a GPU; the estimate needs the operations and bytes per second that kernels really reach.
 Data sheets tell the peaks. The shares of them that are reached come from papers, from NCCL's
-sources and from one H200, or are assumptions, and say which.
+sources and from one H200, or are assumptions; the description of each share says which.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def measured_costs(
     """Return the costs that all ``ranks`` of a training have measured while running ``program``.
 
     With tensor or data parallelism several ranks have a stage. The median of their seconds counts,
-    and the maximum of their bytes. Of messages the mean over all neighbours counts, since a
-    microbatch passes them all.
+    and the maximum of their bytes. For messages the mean over all neighbours counts, since a
+    microbatch passes all of them.
 
     Args:
         estimate: costs with which ``program`` was made. They split passes that contain several

@@ -111,7 +111,8 @@ class LongSequences:
 
 
 def context_parallel(ranks: int, copies: int) -> str:
-    """Return the name of an alternative with so many context-parallel ranks and model replicas."""
+    """Return the name of an alternative with these numbers of context-parallel ranks and
+    replicas."""
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
@@ -280,7 +281,7 @@ def alternatives_with_slices(
     cuts: Sequence[Slices],
     specs: Sequence[str] = SPECS,
 ) -> list[LongSequenceAlternative]:
-    """Return alternatives with sequences cut into slices in each of the ways ``cuts``.
+    """Return alternatives with sequences cut into slices, one for each of ``cuts``.
 
     Args:
         variants_of: function that returns the problem of each schedule with such slices. It raises

@@ -54,9 +54,9 @@ def make_plan(
 ) -> Plan:
     """Build and simulate every schedule with every treatment of the vocabulary; return the plan.
 
-    Of the families that search, the `SEARCHED` that are best without their search are searched for,
-    with each treatment. Laboratory schedules are not made to fit, since others fit in less time. If
-    the time of the plan ends before (`planning_time`), the plan has what was compared by then.
+    Of the families that search, only the `SEARCHED` best without a search are searched, with each
+    treatment. Laboratory schedules are not made to fit, since others fit in less time. If the
+    planning time ends first (`planning_time`), the plan has what was compared by then.
 
     Args:
         variant_of: function that returns the problem of a schedule and a treatment.
@@ -70,7 +70,7 @@ def make_plan(
         known: candidates that were made of ``variant_of`` in ``allowed_bytes`` before.
         is_long: whether steps are so long that searches take minutes. A schedule is then made to
             fit only after all others, and if it would not take longer than the best of them; one
-            that is `CLOSE` to its lower bound is not searched for.
+            that is `CLOSE` to its lower bound is not searched.
     """
     comparison = _Comparison(
         variant_of, allowed_bytes, only_promising, may_offload, better_than, known, is_long
@@ -183,7 +183,7 @@ class _Comparison:
     def _is_known_enough(self, candidate: Candidate) -> bool:
         """Return whether a schedule needs no search, given its result without one.
 
-        Its step is close to the lower bound, or no shorter than the best so far.
+        That is so if its step is close to the lower bound, or no shorter than the best so far.
         """
         best = self._best
         return is_close(candidate) or (best is not None and candidate.step >= best.step)

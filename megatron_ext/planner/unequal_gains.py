@@ -129,7 +129,7 @@ def unequal_gains(
 
 
 def _fewest(saved: dict[tuple[str, ...], float]) -> tuple[str, ...]:
-    """Return the fewest flags that save nearly as much (`ALIKE`) as all; () if that is too
+    """Return the fewest flags that save nearly as much (`ALIKE`) as all flags; () if that is too
     little."""
     most = max(saved.values())
     if most < WORTH:

@@ -145,7 +145,7 @@ class PassCosts(CostPart):
             raise ValueError("costs: all passes cost nothing; at least one must cost something")
 
     def spread(self, layers: int, counts: Sequence[int]) -> PassCosts:
-        """Return the costs of stages that have these ``counts`` of layers, which are all alike.
+        """Return the costs of stages with these ``counts`` of equal layers.
 
         The present stages together are assumed to have ``layers`` layers.
         """

@@ -121,7 +121,8 @@ def wave(ranks: int, *, waves: int = 2) -> Placement:
 
 
 def is_line_or_v(placement: Placement) -> bool:
-    """Return whether ``placement`` is a `line` or `v`, which vocabulary parallelism can train."""
+    """Return whether ``placement`` is a `line` or `v`, the placements that allow vocabulary
+    parallelism."""
     return placement.rank_of in (line(placement.ranks).rank_of, v(placement.ranks).rank_of)
 
 

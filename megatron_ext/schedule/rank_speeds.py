@@ -19,7 +19,8 @@ _EXAMPLE = "write one speed per pipeline rank, such as 1,1,0.77,1"
 
 @dataclass(frozen=True)
 class RankSpeeds:
-    """The relative speed of each pipeline rank, as written by a user; 1 is that of the costs."""
+    """The relative speed of each pipeline rank, as written by a user; 1 is the speed that the costs
+    are for."""
 
     values: tuple[float, ...]
 

@@ -346,7 +346,7 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
     """Return the ranks' ``order`` of F and I with W filled into the gaps.
 
-    W may use as much memory as the rank that needs most without deferred W.
+    Every rank may hold as much memory as the rank that needs most without deferred W.
     """
     ahead = 0.0
     for row in order:

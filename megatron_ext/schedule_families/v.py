@@ -277,9 +277,9 @@ def _from_block(
     """Return the V schedule that repeats a building block, with a peak of at most ``peak``
     microbatches.
 
-    The block, ``starts``, is the slot of each pass of one microbatch. With slices it is that of one
-    slice: its backward pass comes later by the distance of the last slice of its microbatch from
-    the first.
+    The block, ``starts``, is the slot of each pass of one microbatch. With slices the block is that
+    of one slice; its backward pass is later by the distance between the first and the last slice of
+    a microbatch.
     """
     slices = problem.slices.count
     later = (slices - 1) * _INTERVAL

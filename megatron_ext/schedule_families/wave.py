@@ -31,8 +31,8 @@ def hanayo(problem: Problem) -> Schedule:
 
     Forward and backward passes alternate, those of the oldest microbatch first. If a rank has no
     pass of the kind whose turn it is, it runs the other kind. At most 2p microbatches are under way
-    on p ranks; fewer would not keep all ranks busy, and the peak is well below 2p. Passes are laid
-    out as if a chunk's F took one slot and its B two.
+    on p ranks, as fewer would not keep all ranks busy. The peak memory is well below that of 2p
+    microbatches. Passes are laid out as if a chunk's F took one slot and its B two.
 
     With p = 2, m = 3, waves = 1:
 

@@ -181,7 +181,8 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
 def _searched_with_recompute(
     name: str, problem: Problem, how: Effort, shop: JobShop, least: float
 ) -> _Chosen:
-    """Search for the best schedule in which activations may be recomputed, after one without."""
+    """Search for the best schedule without recompute, then for the best one with recompute
+    allowed."""
     without = _searched(name, problem.with_options(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
@@ -327,7 +328,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 def _may_take_less(problem: Problem) -> bool:
     """Return whether a step may take less time than the search's plans count.
 
-    Steps that overlap may, and passes whose W directly follows I.
+    That is so if steps overlap, or if a W directly follows its I.
     """
     return problem.options.steps_overlap or any(problem.costs.passes.fused_backward_saving)
 

@@ -1,8 +1,8 @@
 """Lower bounds of the time of a step on a placement, without a search.
 
 If microbatches are alike, each stage may be assumed to run each kind in microbatch order: the k-th
-pass of a kind can always be given to microbatch k without moving it in time. If they are not, the
-bounds are those of schedules in that order.
+pass of a kind can always be given to microbatch k without moving it in time. If microbatches
+differ, the bounds hold only for schedules that run each kind in microbatch order.
 """
 
 from __future__ import annotations

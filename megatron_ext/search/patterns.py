@@ -157,7 +157,7 @@ def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArr
 
 
 def _one_of(of_rank: _RankArrangements, arrangement: int) -> _RankArrangements:
-    """Return arrangements of a rank's passes that consist of a single one of ``of_rank``."""
+    """Return only the arrangement number ``arrangement`` of ``of_rank``, in the same form."""
     figures = (np.asarray(getattr(of_rank, field.name)) for field in fields(of_rank))
     return _RankArrangements(*(figure[..., [arrangement]] for figure in figures))
 

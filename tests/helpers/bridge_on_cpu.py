@@ -354,7 +354,7 @@ def _train(job: Job, rank: int, port: int) -> Run:
 
 
 def _without_gpu() -> None:
-    """Let Bridge start without a GPU, as this project's CPU platform lets Megatron."""
+    """Let Bridge start without a GPU, as this project's CPU platform does for Megatron."""
 
     def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})

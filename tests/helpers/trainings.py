@@ -57,7 +57,7 @@ class Training:
 
     @property
     def global_batch_size(self) -> int:
-        """The batch size in ``flags``, or else twice as many microbatches for a pipeline as it has
+        """The batch size in ``flags``; by default, a pipeline has twice as many microbatches as
         ranks."""
         given = self.flags.get("global_batch_size")
         split = ("tensor_model_parallel_size", "context_parallel_size")

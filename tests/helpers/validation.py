@@ -51,7 +51,8 @@ def is_quiet(state: PartialState, limit: float) -> bool:
 
 
 def update(stages: Iterable[LinearStage], state: PartialState, limit: float) -> None:
-    """Run the step of an optimizer that knows the state of all ranks: clipped, or none at all."""
+    """Run the step of an optimizer that knows the state of all ranks: the step is clipped if the
+    norm is above ``limit``, and skipped if a gradient is infinite."""
     if state.found_inf:
         return
     factor = 1.0 if is_quiet(state, limit) else limit / math.sqrt(state.squared_norm)

@@ -1,9 +1,10 @@
 """Features that ran in a training, each recognised by a function that only this feature calls.
 
-Numbers do not show it: a reduction that overlaps, a layer that is recomputed or a gradient that is
-checked gives the same ones. So a mark ``covers`` of such a setting counts only if its test, in a
-training under one of this project's schedules, has entered the setting's function. The interpreter
-reports the call (``sys.monitoring``), so no function is replaced.
+The numbers of a training do not show a feature: a reduction that overlaps, a layer that is
+recomputed or a gradient that is checked gives the same numbers. So a mark ``covers`` of such a
+setting counts only if its test, in a training under one of this project's schedules, has entered
+the setting's function. The interpreter reports the call (``sys.monitoring``), so no function is
+replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sizes of a training job in one word: ``layers=64,hidden=6144,...,pp=8,m=64,tp=4,dp=2``.
 
-A user who has no launch command yet knows these. They are those of the pipeline, and those of the
-model unless only costs are given; flags behind the word say how all schedules run.
+A user who has no launch command yet knows these sizes. The word has the sizes of the pipeline and,
+unless only costs are given, those of the model. Flags behind the word say how all schedules run.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ _NO_MODEL = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of ``megatron-ext plan`` as the user wrote them; None or False without one."""
+    """Options of ``megatron-ext plan`` as the user wrote them; None or False for each that is not
+    given."""
 
     gpu: str | None = None
     memory_limit: str | None = None

@@ -136,7 +136,7 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
 
 
 def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
-    """Return the microbatch or slice of the action on which one of ``microbatch`` depends.
+    """Return the microbatch or slice of the action on which an action of ``microbatch`` depends.
 
     With ``which`` this is the next or previous slice of the sequence; None if there is none.
     """
@@ -148,7 +148,8 @@ def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
-    """Return the stage of the action on which one of ``stage`` depends; None if there is none."""
+    """Return the stage of the action on which an action of ``stage`` depends; None if there is
+    none."""
     if need.source is Source.SAME:
         return stage
     if need.source in (Source.LOCAL, Source.REMOTE):

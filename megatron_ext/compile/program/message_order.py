@@ -98,7 +98,7 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
     Two neighbours that send to each other at one time must swap in one batch. A rank receives the
     messages of a time after its own passes that end by then, right before it sends its own messages
-    of that time. Two overlapped passes send both ways; they do this with each neighbour, one after
+    of that time. Two overlapped passes send both ways; the rank exchanges with one neighbour after
     the other.
     """
     arrays, paired = schedule.arrays, schedule.paired

@@ -33,7 +33,8 @@ class NodeLists:
 
     @classmethod
     def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:
-        """Return ``count`` lists, with each of ``nodes`` in the list of its entry in ``owners``."""
+        """Return ``count`` lists; each of ``nodes`` is in the list whose number ``owners`` gives
+        for it."""
         bounds = np.zeros(count + 1, dtype=np.intp)
         np.cumsum(np.bincount(owners, minlength=count), out=bounds[1:])
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])

@@ -100,7 +100,7 @@ def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) 
 class _Program:
     """Program of one rank under construction, as Megatron's pipeline functions run it.
 
-    Actions are named by their position in it.
+    Actions are named by their position in the program.
 
     Attributes:
         actions: passes, messages and waits, in order.

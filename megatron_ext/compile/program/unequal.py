@@ -38,7 +38,7 @@ class UnequalMicrobatches:
         dealt: makespan with all microbatches also dealt to the replicas by cost; with one replica
             that of ``ordered``.
         profile: makespan as ``dealt``, under a program that was made for the mean costs of each
-            place in a step; None if there is none.
+            place in a step; None without such a program.
     """
 
     steps: int

@@ -22,8 +22,8 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` for an evaluation: without backward passes and all that only training
-    needs."""
+    """Return ``schedule`` for an evaluation: without backward passes and everything else that only
+    training needs."""
     rows = tuple(
         tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )

@@ -291,8 +291,8 @@ class _Playing:
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
         """Return whether a rank's next W comes before its next ``passes``.
 
-        It does if there is time for it, if memory does not suffice without it, or if one of the
-        passes is a B, which would overtake a deferred W of its stage.
+        W comes first if there is time for it, if memory does not suffice otherwise, or if one of
+        the passes is a B, which would overtake a deferred W of its stage.
         """
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:

@@ -19,7 +19,8 @@ PASS = "pass"  # name for the time of a pass that belongs to none of its layers
 class Scale:
     """Ratios of measured to estimated costs of a model's component.
 
-    They are those of the seconds of F, I and W, and of the bytes held from F to I and from I to W.
+    There is one ratio each for the seconds of F, I and W, and for the bytes held from F to I and
+    from I to W.
     """
 
     forward: float = 1.0

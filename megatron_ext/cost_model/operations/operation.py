@@ -199,8 +199,8 @@ def elementwise(
     Args:
         forward: bytes that F reads and writes for each of ``elements``.
         backward_bytes: bytes that I reads and writes, for all elements together.
-        flops: floating-point operations of F, for counts of them. They take no time in addition to
-            the memory.
+        flops: floating-point operations of F. They are counted, but take no time in addition to
+            moving memory.
     """
     return Operation(
         name,

@@ -1,7 +1,8 @@
 """Launch commands as users write them, split into the launcher, the script and its arguments.
 
-Nothing is expanded and nothing is run. Of the words before the launcher, assignments count as they
-do for the ranks, and the words of programs that are known (`launchers`); others are ignored.
+Nothing is expanded and nothing is run. Two kinds of words before the launcher count: assignments of
+variables, which the ranks get, and the words of known programs (`launchers`). Other words there are
+ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Checks of a launch command without a GPU, and of the versions installed here.
 
-What would end a launch after it has waited for its GPUs is found before, on a login node.
+A mistake that would end a launch after its wait for GPUs is found beforehand, on a login node.
 """

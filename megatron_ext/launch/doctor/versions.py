@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch
 class Tried(StrEnum):
     """Extent to which a version was tried.
 
-    Of a version whose sources were only read, it is known only that patches fit.
+    If only the sources of a version were read, nothing is known but that patches fit.
     """
 
     TRAINED = "trained on the CPU"

@@ -70,9 +70,9 @@ def choose_for(
 ) -> Chosen:
     """Return the flags of the schedule that is chosen for the launch with the arguments ``argv``.
 
-    The choice is Megatron's own schedule as given there, a stable one, or one that an ``auto``
-    leaves open, by the rules of `verdict`. Without a memory limit in ``config``, a rank gets no
-    more memory than the unchanged launch takes on its fullest rank. It gets no more than
+    By the rules of `verdict`, the choice is Megatron's own schedule as ``argv`` has it, a stable
+    schedule, or one that an ``auto`` leaves open. Without a memory limit in ``config``, a rank gets
+    no more memory than the unchanged launch takes on its fullest rank. It gets no more than
     `free_memory` of a GPU, if a schedule fits into that.
 
     Args:

@@ -74,7 +74,7 @@ def stock_schedule(args: Any) -> str:
 def with_chunks(args: Any, name: str) -> str:
     """Return the schedule ``name`` with the number of chunks of ``args``.
 
-    It is added if the schedule takes any number of chunks and ``name`` has none.
+    The number is added if the schedule takes any number of chunks and ``name`` gives none.
     """
     chunks = chunks_of(args)
     if chunks > 1 and ":" not in name and "vpp" in options_of(name)[0]:

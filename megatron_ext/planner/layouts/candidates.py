@@ -194,7 +194,8 @@ class Candidates:
         )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
-        """Return those of ``made`` whose steps are about as short as the first, for searches.
+        """Return the candidates of ``made`` to search: those whose steps are about as short as the
+        first.
 
         If searches take long, only the one with the fewest stages is returned.
         """

@@ -63,10 +63,7 @@ class LayoutComparison:
         }
 
     def gain(self, other: Evaluated) -> float:
-        """Return how much longer a step of the launch takes than one of ``other``.
-
-        This is a share of the latter.
-        """
+        """Return by which share of ``other``'s step a step of the launch takes longer."""
         return self.baseline.seconds / other.seconds - 1
 
 

@@ -145,7 +145,7 @@ class Timed:
     def _scores(self, counts: Counts) -> Floats:
         """Return a score of each layout: the seconds of a step plus a little of other ranks' work.
 
-        The latter makes moves count that help one of several equal ranks.
+        Because of this addition, a move counts that helps one of several equally slow ranks.
         """
         firsts = range(0, len(counts), _AT_ONCE)
         parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
@@ -213,7 +213,7 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
-    """Return layouts that make two of the moves from ``counts`` to ``moved`` together."""
+    """Return layouts that combine two of the moves from ``counts`` to ``moved``."""
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
     pairs = [joint for joint in pairs if is_layout(joint)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))

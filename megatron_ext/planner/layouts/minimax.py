@@ -155,7 +155,7 @@ def _scores(
 ) -> Floats:
     """Return a score of each layout: `least_seconds` plus a little of other ranks' work.
 
-    The latter makes moves count that help one of several equal ranks.
+    Because of this addition, a move counts that helps one of several equally slow ranks.
     """
     by_rank = _by_rank(counts, placement, microbatches, figures)
     others = np.sqrt((by_rank**2).mean(axis=1))

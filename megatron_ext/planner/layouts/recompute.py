@@ -74,7 +74,7 @@ class LayerRecompute:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Flags of a launch command that set Megatron's recompute in this way."""
+        """Flags of a launch command that request these recompute settings."""
         words: list[str] = []
         for name, value in self.arguments.items():
             if value is not None:

@@ -41,7 +41,7 @@ class Work:
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step in one pipeline.
         costs_of: function that returns seconds and bytes of a microbatch on stages with a
-            placement, cut into so many slices.
+            placement, cut into a number of slices.
         bytes_of: function that returns bytes of the model on each rank.
         seconds_outside_passes: function that returns the seconds of a step for the optimizer and
             for reductions that no pass hides, by the bytes of the model on a rank.

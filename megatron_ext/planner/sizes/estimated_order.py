@@ -149,7 +149,8 @@ class Estimator:
     def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
         """Return the bytes of temporary tensors on the fullest rank with these parallel ``sizes``.
 
-        It is the first rank, which has the output layer only if it is alone.
+        That rank is the first, which has the output layer only if there are no other pipeline
+        ranks.
         """
         job = self._of_types
         stage = Stage(job.model.layers, output_layer=sizes.pipeline == 1)

@@ -1,8 +1,9 @@
 """Fine-tuning recipes with few microbatches: the step of their own command, Megatron's best, and
 ours.
 
-All within the recipe's own memory, of docs/recipe-gains.csv. Full fine-tuning is told apart from
-low-rank adapters, whose passes have next to no weight gradients for a schedule to move.
+All steps fit into the memory of the recipe's own command; the numbers are those of
+docs/recipe-gains.csv. Full fine-tuning is counted apart from low-rank adapters, whose passes have
+next to no weight gradients for a schedule to move.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class FewMicrobatches:
 
 
 def few_microbatches(recipes: Iterable[Recipe], file: Path) -> list[FewMicrobatches]:
-    """Return the gains of those of ``recipes`` that wait long, in ``file``, most over Megatron's
-    best first. A recipe that is not planned is not in the file."""
+    """Return the gains of those of ``recipes`` that wait long, as ``file`` has them.
+
+    Full fine-tuning comes before adapters, and larger gains of our schedules over Megatron's best
+    before smaller ones. A recipe that is not planned is not in the file.
+    """
     with file.open(newline="") as lines:
         rows = {
             (row["recipe"], int(row["ranks"]), int(row["microbatches"])): row

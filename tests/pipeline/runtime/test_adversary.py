@@ -124,7 +124,7 @@ def run_all(programs: dict[str, list[Program]], rank: int) -> None:
 
 
 def connected(connection: Any, *unused: object) -> Any:
-    """Return ``connection``: stands for connecting, for a pipeline whose ranks are connected
+    """Stand in for connecting: return ``connection``, as the pipeline's ranks are connected
     already."""
     return connection
 

@@ -115,8 +115,8 @@ def test_no_rank_searches_before_there_are_process_groups(
 
 
 def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Patch proofs outside a search, and searches, so that each leaves a line in ``file`` that says
-    on which rank, or before there were ranks, and of which schedule."""
+    """Patch proofs outside a search, and searches, so that each leaves a line in ``file`` with its
+    schedule and its rank, or that there were no ranks yet."""
     searching = [False]
 
     def note(*words: object) -> None:

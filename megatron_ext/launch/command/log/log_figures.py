@@ -27,7 +27,8 @@ _MEGABYTE = 2**20  # bytes in what Megatron prints as MB
 
 @dataclass(frozen=True)
 class AllocatedBytes:
-    """Bytes of tensors on a rank that a training's log tells: after a step, and at the peak."""
+    """Bytes of tensors on a rank, as a training's log prints them: after a step, and at the
+    peak."""
 
     after_step: float
     most: float

@@ -148,7 +148,7 @@ def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
 
 
 def _brings_stages(printed: Mapping[str, str]) -> bool:
-    """Return whether our printed schedule brings as many virtual stages as the log prints."""
+    """Return whether the log names a schedule of ours with as many virtual stages as it prints."""
     spec = printed.get(f"{PREFIX}schedule", _NONE)
     if spec == _NONE:
         return False
