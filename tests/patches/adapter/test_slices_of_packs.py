@@ -346,8 +346,8 @@ def test_transformer_engines_attention_gets_the_first_document_from_its_begin() 
 
 
 def test_transformer_engine_is_told_of_padding_between_documents() -> None:
-    """Transformer Engine's attention is told of padding between documents. Padding at the start of
-    a slice belongs to no document of that slice."""
+    """Transformer Engine's attention gets the argument by which it knows of padding between
+    documents. Padding at the start of a slice belongs to no document of that slice."""
     _, second, third, _ = spans(UNEVEN)
     documents = Documents((3, 2, 2), (2, 6, 1))  # documents with their padding end at 5, 13 and 16
     keys, mask, params = given_to_kernel(documents, second)

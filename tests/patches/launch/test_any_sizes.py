@@ -276,8 +276,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_of_a_tie_the_checked_one_is_taken(
     longer: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--any-sizes` keeps the kind of parallelism that measurements have checked if another gains
-    less than an estimate can tell. It used to recommend context parallelism for a gain of 0.5 %."""
+    """`--any-sizes` keeps the kind of parallelism that measurements have checked if the gain of
+    another kind is smaller than the error of an estimate. It used to recommend context parallelism
+    for a gain of 0.5 %."""
 
     def judged(made: Judgement, write: Callable[[], Written]) -> Alternative:
         one = alternative_of(made.args, made.candidate(), write)

@@ -204,8 +204,8 @@ def of(**settings: Any) -> SimpleNamespace:
     ],
 )
 def test_what_each_layer_is(settings: dict[str, Any], layers: tuple[str, ...]) -> None:
-    """The type of each layer follows Megatron's frequencies: those of attention windows count
-    layers from 1, those of experts from 0."""
+    """The type of each layer follows Megatron's frequencies: the frequency of attention windows
+    counts layers from 1, and that of experts from 0."""
     assert layers_of(of(**settings)) == layers
 
 

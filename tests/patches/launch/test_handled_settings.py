@@ -1,5 +1,5 @@
-"""Tests of Megatron settings whose work the schedule or its passes do, and which were refused
-before."""
+"""Tests of Megatron settings whose work the schedule or its passes do, and which used to be
+refused."""
 
 from __future__ import annotations
 

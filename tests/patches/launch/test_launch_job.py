@@ -806,7 +806,7 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
-    """Balanced slices take attention's share of the work from the estimate if the costs do not tell
+    """Balanced slices take attention's share of the work from the estimate if the costs do not say
     it. Without that share, slices that should be balanced used to have equal lengths."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
     args = megatron_arguments.parse_arguments(model_flags(**(FLAGS | LONG))).args

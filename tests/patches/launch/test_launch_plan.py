@@ -126,8 +126,8 @@ def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: 
 
 def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pipeline-schedule plan` does not take a schedule that a rank would refuse at its start.
-    Only the proved program shows its order of passes, for which Transformer Engine may refuse
-    it."""
+    The order of passes, for which Transformer Engine may refuse a schedule, is known only after its
+    program has been built."""
     real, refused = launch_choice.check_schedule, chosen(**LAYER_EACH)[1].flags[1]
 
     def checked(args: Any, config: PipelineConfig, prove: Prove) -> object:

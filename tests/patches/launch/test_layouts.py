@@ -152,8 +152,8 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
 
 def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None:
     """`plan` estimates a launch with multi-token prediction on the stage that its layout names. A
-    launch with multi-token prediction before the last stage was estimated as if it were on the last
-    one, with wrong bytes and seconds."""
+    launch with multi-token prediction before the last stage used to be estimated as if it were on
+    the last one, with wrong bytes and seconds."""
     name = "depths before the loss"
     made, all_written = laid_out(name)
     assert made.baseline.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]

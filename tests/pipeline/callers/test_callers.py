@@ -252,7 +252,7 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
 
 def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches() -> None:
     """Pipelines that no communication connects may run different numbers of microbatches, as verl's
-    do, which batches by tokens. When all ranks compared programs in each step, a pipeline with a
+    do, which batches by tokens. All ranks used to compare programs in each step: a pipeline with a
     new number waited without a message for one that had built its program before."""
 
     def differing(rank: int) -> str:

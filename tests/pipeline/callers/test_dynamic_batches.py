@@ -188,8 +188,8 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
 
 
 def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs that have not run for the longest time are dropped from memory. Earlier a
-    program stayed in memory for every number of microbatches that had occurred."""
+    """The programs that have not run for the longest time are dropped from memory. A program used
+    to stay in memory for every number of microbatches that had occurred."""
     monkeypatch.setattr(programs, "KEPT", 2)
 
     def on_rank(rank: int) -> list[list[int]]:
@@ -206,7 +206,7 @@ def test_programs_that_were_not_used_for_longest_make_room(monkeypatch: pytest.M
 
 
 def test_a_limit_in_bytes_needs_the_length_of_a_sequence() -> None:
-    """A memory limit in bytes is refused for a caller that does not tell the sequence length. verl
+    """A memory limit in bytes is refused for a caller that does not give the sequence length. verl
     calls the schedule with a length of one token, so a limit in bytes used to allow a hundred times
     too many microbatches."""
 

@@ -339,7 +339,7 @@ def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
 
 def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
     """Case 20: `plan` compares schedules at the batch size of the steps that hold most samples of
-    the whole training, and also tells the times of other sizes. plan used to compare a step of one
+    the whole training, and also prints the times of other sizes. plan used to compare a step of one
     microbatch with a step of 64, and promised a gain of 94.7 %."""
     batches = "--vocab-size 32000 --step-batch-size-schedule '0:16 1M:64 2M:32' --train-iters"
     for iterations, expected in ((10, [16, 32, 64]), (21, [64, 16, 32]), (100, [32, 64, 16])):

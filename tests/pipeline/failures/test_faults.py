@@ -493,7 +493,7 @@ def start_two_watchdogs(rank: int) -> None:
 
 
 def test_one_watchdog_serves_two_pipelines(script: Script) -> None:
-    """One watchdog serves two pipelines of a process. Earlier only the first pipeline handled
+    """One watchdog serves two pipelines of a process. Only the first pipeline used to handle
     signals, and its report said `between passes` while the second pipeline was in a pass."""
     with running_ranks(1, start_two_watchdogs, script, connect=False) as running:
         running.wait_until_it_says(0, HERE)

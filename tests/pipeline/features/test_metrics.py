@@ -98,7 +98,8 @@ def test_the_figures_are_those_of_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """--pipeline-metrics gives the makespan and bubble that a trace of the same steps gives.
-    Metrics compare no clocks of ranks, because the step's own messages tell as much."""
+    Metrics need no comparison of the ranks' clocks, because the messages of the step show how the
+    ranks' times relate."""
     run(2, MEASURED | {"log_interval": 1, "global_batch_size": 8} | traced(tmp_path, "3:6"))
     told = {line["iterations"]: line for line in lines(capfd)}
     for step in read_trace(tmp_path):

@@ -128,8 +128,9 @@ def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> Non
 
 @pytest.mark.parametrize("spec", ["1f1b", "gis", "zb-v", "zb-h1"])
 def test_copies_that_end_as_late_as_they_may(spec: str) -> None:
-    """A pass waits for the copies of its offloaded tensors. The copies here end as late as they
-    may, so a pass that does not wait would compute with the former contents of the memory."""
+    """A pass waits for the copies of its offloaded tensors. The copies here end only when a pass
+    waits for them, so a pass that does not wait would compute with the former contents of the
+    memory."""
     program = program_for(choose(spec), 3, 12, offload=Offload.FULL)
 
     def run(rank: int) -> None:
@@ -333,11 +334,11 @@ class TwoStreams(DirectCopies):
 
 
 def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator is told of all streams that read an offloaded tensor. Megatron's shared experts
-    run on a stream of their own and read memory that RELOAD had allocated on the main stream: that
-    memory used to return to the main stream's pool too early. Memory that a copy to the host reads
-    may belong to either stream; it used to be freed when the main stream had waited for the copy,
-    although the other stream had not."""
+    """The allocator knows all streams that read an offloaded tensor (`record_stream`). Megatron's
+    shared experts run on a stream of their own and read memory that RELOAD had allocated on the
+    main stream: that memory used to return to the main stream's pool too early. Memory that a copy
+    to the host reads may belong to either stream; it used to be freed when the main stream had
+    waited for the copy, although the other stream had not."""
     told: list[tuple[int, str]] = []
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: told.append((tensor.nbytes, stream))

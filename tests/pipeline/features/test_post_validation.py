@@ -190,8 +190,8 @@ def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
 
 
 def test_nothing_is_expected_where_nothing_is_pending() -> None:
-    """A rank expects no verdict while none is pending: in the first step, in a step after the
-    verdict was taken outside a step, and in a step that restarts."""
+    """A rank expects no verdict if no earlier step awaits one: in the first step, in a step after
+    the verdict was taken outside a step, and in a step that restarts."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))

@@ -406,7 +406,7 @@ def test_groups_are_closed_at_once() -> None:
 
 
 def test_a_group_that_does_not_close_is_waited_for_once() -> None:
-    """A process waits only once for a process group that does not close. Earlier it waited a second
+    """A process waits only once for a process group that does not close. It used to wait a second
     time at its exit."""
 
     def run(rank: int) -> None:

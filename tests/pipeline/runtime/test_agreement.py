@@ -86,9 +86,9 @@ def test_every_rank_says_what_differs(twice: bool) -> None:
 def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
     silent: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that starts without megatron_ext ends the job, and the error names that rank. Earlier
-    the rank continued in Megatron's groups, and the other ranks waited for it until torch's
-    timeout, whose error names no rank."""
+    """A rank that starts without megatron_ext ends the job, and the error names that rank. The rank
+    used to continue in Megatron's groups, and the other ranks waited for it until torch's timeout,
+    whose error names no rank."""
     monkeypatch.setattr(agreement, "NOTICE", timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=1))
     results = values(ask(lambda rank: None if rank == silent else ALIKE))

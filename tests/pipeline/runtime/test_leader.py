@@ -1,7 +1,7 @@
 """Tests that one rank searches for a schedule on behalf of all, and that waiting ranks end when it
 fails or dies.
 
-Earlier each rank searched by itself: a node did eight times the work, and a search took longer.
+Each rank used to search by itself: a node did eight times the work, and a search took longer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tests of every schedule family at many sizes, costs and memory limits.
 
-A family gives a program that is proved, complete, in microbatch order and within its limit (the
-last three are counted again here, from the rows alone), or says clearly why not. A refusal of a too
-small limit names the least feasible one, within which the family succeeds. The grid of a night:
+A family gives a program that `prove` accepts, and that is complete, in microbatch order and within
+its limit (these three are checked here once more, from the rows alone). Otherwise the family says
+clearly why not. A refusal of a too small limit names the least feasible one, within which the
+family succeeds. The grid of a night:
 
 - Most families have p 2 to 16, 24 and 32; m is 1 to 4p up to p = 8, then 1, p, p+1 and 2p-1, and
   for p over 16 1, p and p+1. zb-auto, zb-1p and zb-2p, which search, have p 2, 3, 4, 6, 8, 12 and

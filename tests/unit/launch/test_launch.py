@@ -519,10 +519,9 @@ def node(
 def test_a_mistake_of_one_rank_or_node_is_said_by_it(
     rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
-    """A mistake of a single rank or node is printed by that rank. When only global rank 0 printed
-    mistakes, a schedule file that is missing on another node ended the launch with status 2 and no
-    message. When each node's first rank printed them, a wrong variable on another rank still ended
-    the launch without a message."""
+    """A mistake of a single rank or node is printed by that rank. Only global rank 0 used to print
+    mistakes, and later each node's first rank. A schedule file that was missing on another node, or
+    a wrong variable on another rank, then ended the launch with status 2 and no message."""
     assert node.says(rank, local_rank) == said
 
 

@@ -204,8 +204,8 @@ def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> No
 
 
 def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
-    """`parity` names a tensor whose copies differ within a run: copies on data-parallel ranks, or
-    the two copies of a tied embedding."""
+    """`parity` names a tensor whose copies differ within a run: copies of a tensor on data-parallel
+    ranks, or the two copies of a tied embedding."""
 
     def with_copy(values: list[float]) -> Course:
         copy = {

@@ -323,7 +323,7 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
 
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
-    """If costs do not tell attention's share, it is taken from the estimate, and the origin of the
+    """If costs do not give attention's share, it is taken from the estimate, and the origin of the
     costs says so. Such costs used to give even slices although balanced ones were requested, and no
     message said so."""
     estimated = costs_of(("*-", "*-"), slices=4)

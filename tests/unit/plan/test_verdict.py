@@ -1,5 +1,5 @@
-"""Tests of the verdict of a plan: which way to train a job it recommends, and what the text says
-about it."""
+"""Tests of the verdict of a plan: which schedule, layout and settings it recommends for a job, and
+what the text says about them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def plan_of(
 
 
 def test_a_tie_takes_the_least_memory() -> None:
-    """Among ways to train with the same step time, the verdict takes the one with the least memory.
+    """Of several alternatives with the same step time, the verdict recommends the one with the
+    least memory.
 
     For Llama-3 8B on 32 H100, the plan used to recommend 67 GiB for a gain of 0.6 % over the
     schedule zb-v, which takes 29 GiB.
@@ -122,14 +123,15 @@ def test_a_tie_takes_the_least_memory() -> None:
 
 
 def test_equal_memory_does_not_cost_time() -> None:
-    """If two ways to train have the same memory, to 1 %, the faster one is recommended."""
+    """If two alternatives have the same memory, to 1 %, the one with the shorter step is
+    recommended."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
 
 def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
-    """If ways to train have equal time and memory, the verdict takes the one with the fewest
-    settings.
+    """If several alternatives have equal time and memory, the verdict recommends the one with the
+    fewest settings.
 
     The plan used to recommend a vocabulary that is split over the ranks, which changes losses in
     their last bits, for 0.1 % of a step. The recommended plan took 0.1 GiB more, and the text still

@@ -341,8 +341,8 @@ def test_only_prove_makes_programs() -> None:
 
 
 def test_a_program_cannot_be_given_another_schedule() -> None:
-    """A proved program cannot be given another schedule. `dataclasses.replace` used to copy the
-    seal of the proved program to a schedule that was never proved."""
+    """A program that `prove` has made cannot be given another schedule. `dataclasses.replace` used
+    to copy the seal of such a program to a schedule that was never checked."""
     proved = prove(on_line(FUSED), PROBLEM)
     with pytest.raises((TypeError, ValueError)):
         replace(proved, schedule=on_line(FUSED))  # type: ignore[call-arg]

@@ -78,7 +78,7 @@ def test_what_is_planned() -> None:
 def test_buffers_are_a_little_larger_than_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host buffers are a little larger than the estimate.
 
-    The estimate has no small tensors. With buffers that were 3 % too small, the whole first step
+    The estimate has no small tensors. Buffers used to be 3 % too small, so the whole first step
     copied to memory that is not pinned.
     """
     monkeypatch.undo()

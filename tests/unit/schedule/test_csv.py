@@ -370,7 +370,7 @@ def test_torch_reads_each_cell_alike(torch_schedules: Any, case: Case) -> None:
 def test_torch_schedules_are_read_and_proved(
     name: str, chunks: int, p: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """A schedule that torch writes, with its idle cells, passes this project's proof."""
+    """A schedule that torch writes, with its idle cells, is accepted by `prove`."""
     m = 2 * p
     schedule = getattr(torch_schedules, name)(names_of_stages(p, chunks), m)
     path = tmp_path / "torch.csv"

@@ -88,8 +88,8 @@ def torch_schedules() -> Any:
 def test_torchs_v_is_flipped_and_proved(
     theirs: str, ours: str, p: int, m: int, tmp_path: Path, torch_schedules: Any
 ) -> None:
-    """torch's V schedules, reversed, are the published ones, pass for pass the same as this
-    project's."""
+    """torch's V schedules, reversed, are the published ones and equal this project's own, pass by
+    pass."""
     table = getattr(torch_schedules, theirs)(names_of_stages(p, 2), m)
     path = tmp_path / "torch.csv"
     table._dump_csv(str(path), format="compute_only")

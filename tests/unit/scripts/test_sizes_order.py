@@ -31,10 +31,10 @@ def share(order: tuple[int, int]) -> float:
 
 
 def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
-    """Most pairs of measured configurations are predicted in the right order. When the estimated
-    rates did not depend on shapes, 71 % of the pairs that differ by more than 2 %, and 78 % of
-    those that differ by more than 10 %, were in the right order, and only 6 of the 16 pairs that
-    differ only in the micro-batch size."""
+    """Most pairs of measured configurations are predicted in the right order. The estimated rates
+    used not to depend on shapes. Then 71 % of the pairs that differ by more than 2 % were in the
+    right order, 78 % of those that differ by more than 10 %, and only 6 of the 16 pairs that differ
+    only in the micro-batch size."""
     found = orders(predicted)
     over_2, over_10 = found["pairs over 2 %"], found["pairs over 10 %"]
     assert len(ROWS) == 137 and (over_2[1], over_10[1]) == (243, 147)

@@ -42,9 +42,9 @@ from tests.unit.search.test_packing import random_plan, random_recomputed, shape
 def test_any_choice_of_recompute_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Any choice of activations to recompute is packed into a sound schedule, forwards or backwards
-    in time. The packer never ends because no rank has memory for its next pass. The schedule has an
-    R for each activation of the choice and no other R."""
+    """Any set of activations to recompute can be packed into a sound schedule, forwards or
+    backwards in time. The packer never ends because no rank has memory for its next pass. The
+    schedule has an R for each activation of the set, and no other R."""
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     recomputed = random_recomputed(random, problem)

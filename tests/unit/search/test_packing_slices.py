@@ -98,8 +98,8 @@ def hops_between(shop: JobShop) -> dict[frozenset[int], tuple[int, ...]]:
 @given(seed=seeds, place=shapes, p=st.integers(1, 3), m=st.integers(1, 4), k=st.integers(2, 5))
 def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int) -> None:
     """Any plan of slices is packed into a sound schedule, forwards or backwards in time. The packer
-    never ends because no rank has memory for its next pass. The packed plan is proved, within the
-    limit, runs at the promised times, and is the same with compiled code."""
+    never ends because no rank has memory for its next pass. The packed plan is accepted by `prove`,
+    is within the limit, runs at the promised times, and is the same with compiled code."""
     random = Random(seed)
     problem = random_problem(random, place, p, m, k)
     shop = job_shop_of(problem)

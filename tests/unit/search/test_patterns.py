@@ -1,4 +1,4 @@
-"""Tests of patterns on a V placement: the way of one microbatch, repeated every period."""
+"""Tests of patterns on a V placement: the passes of one microbatch, repeated every period."""
 
 from __future__ import annotations
 
@@ -295,8 +295,8 @@ def test_packed_patterns_take_what_long_searches_take(
     p: int, m: int, limit: float, target: float
 ) -> None:
     """Schedules packed from patterns have makespans no longer than ``target``, which long searches
-    reached. For 16 ranks and a limit of 9 microbatches, ten seconds of search ended at a makespan
-    of 2358."""
+    reached. For comparison: for 16 ranks and a limit of 9 microbatches, a search of ten seconds
+    ends at a makespan of 2358 time units."""
     shop = job_shop_of(problem_of(p, m, limit))
     packers = packers_of(shop, pack.packer)
     packed = (packers.justified(plan).makespan for plan in pattern_plans(shop))
@@ -306,9 +306,9 @@ def test_packed_patterns_take_what_long_searches_take(
 @settings(PROPERTY, max_examples=6)
 @given(seed=seeds, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 4))
 def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
-    """Repeated patterns are valid schedules, also with costs that differ by stage: proved, no
-    longer than promised, and within the limit. If there is no pattern, as with few ranks or uneven
-    stages, the plans need up to four chunks more."""
+    """Repeated patterns are valid schedules, also with costs that differ by stage: `prove` accepts
+    them, and they are no longer than promised and within the limit. If there is no pattern, as with
+    few ranks or uneven stages, the plans need up to four chunks more."""
     placement = v(p)
     limit = p / 2 + 1 + more / 2
     costs = random_costs(Random(seed), placement)

@@ -243,8 +243,8 @@ def test_every_schedule(
 ) -> None:
     """Post-validation works with every schedule.
 
-    The program is proved. Only forward passes without a loss come before the verdict. A step costs
-    no more than without post-validation, and no less than the work of a rank.
+    `prove` accepts the program. Only forward passes without a loss come before the verdict. A step
+    costs no more than without post-validation, and no less than the work of a rank.
     """
     resolved = choose(name)
     placement = resolved.place(p)
@@ -273,7 +273,7 @@ def test_every_schedule(
 @given(seeds)
 def test_any_order_of_passes(seed: int) -> None:
     """Post-validation works with any order of passes: for random schedules with random costs and
-    placements, the transformed programs are proved."""
+    placements, `prove` accepts the transformed programs."""
     case = random_case(seed)
     firsts = sorted(stages[0] for stages in case.problem.placement.stages_of)
     assume(firsts == list(range(case.problem.ranks)))

@@ -196,7 +196,7 @@ def test_refusals(problem: dict[str, object], message: str) -> None:
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
     """Recompute works with any schedule: its passes stay in their order, each R comes between its F
-    and its I, the program is proved, and no rank holds more than before."""
+    and its I, `prove` accepts the program, and no rank holds more than before."""
     case = random_case(seed)
     stages = case.problem.placement.stages
     problem = case.problem.with_options(recompute=Recompute(first=Random(seed).randint(1, stages)))

@@ -243,8 +243,8 @@ def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_rank
     [(2, 3, 1), (4, 2, 3), *at_night(*product([2, 3, 4], [2, 3, 4, 6], [1, 3, 4]))],
 )
 def test_every_size_is_sound(p: int, k: int, m: int) -> None:
-    """Slices are sound at every size: programs are proved, and weight gradients are summed in one
-    order."""
+    """Slices are sound at every size: `prove` accepts the programs, and weight gradients are summed
+    in one order."""
     for name in TAKES_SLICES:
         program = built(name, p, m, k, "f=3,i=4,w=2,comm=0.1,attention=0.3", "balanced")
         assert bitwise_order(program.schedule), name
@@ -359,7 +359,8 @@ def test_texts_that_are_no_slice(text: str, slices: int, message: str) -> None:
 
 
 def test_csv(tmp_path: Path) -> None:
-    """A CSV table of slices can be read and proved, and its slices are cut as in the step."""
+    """A CSV table of slices can be read, `prove` accepts it, and its slices are cut as in the
+    step."""
     made = built("zb-h1", 3, 4, 2, "f=1,i=1,w=1,attention=0.5", "balanced")
     text = to_csv(made.schedule)
     assert text.startswith("0F0.0,0F0.1,0F1.0,")
@@ -488,7 +489,7 @@ def test_joined_w_without_what_does_not_know_them(options: dict[str, Any]) -> No
     """Joined W do not go with activation offload or recompute.
 
     Offload would free the inputs of a slice's weights at the slice's own W, but the last W needs
-    them all. The proved peak used to be half of what a rank held.
+    them all. The peak that the proof computed used to be half of what a rank held.
     """
     problem = problem_for("zb-h1", 2, 3, 4, "f=10,i=10,w=10,d2h=1,h2d=1")
     slices = replace(problem.slices, joined_weights=True)
