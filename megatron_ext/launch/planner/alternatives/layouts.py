@@ -22,7 +22,7 @@ from megatron_ext.adapter.layers import (
 )
 from megatron_ext.adapter.layout_arguments import PATTERN
 from megatron_ext.adapter.model_bytes import state_of
-from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+from megatron_ext.adapter.pairs.overlap_setting import DELAY, SETTING, requests_pairs
 from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.adapter.stock.stock_settings import stock_executor
 from megatron_ext.compile.registry import choose
@@ -117,10 +117,17 @@ def permits_of(variants: LaunchVariants) -> Permits:
     Megatron's own schedules always pass.
     """
 
+    # A schedule with one stage on each rank overlaps no passes, and is written without the flags
+    # that request it (`written_for`).
+    alone = variants
+    if requests_pairs(variants.args):
+        alone = variants.with_values({SETTING: False, DELAY: False})
+
     @cache
-    def refusal(family: str, method: VocabMethod) -> str | None:
+    def refusal(spec: str, method: VocabMethod) -> str | None:
+        has_chunks = choose(spec).place(variants.args.pipeline_model_parallel_size).chunks > 1
         try:
-            check_settings(*variants.validated(family, method))
+            check_settings(*(variants if has_chunks else alone).validated(spec, method))
         except ValueError as error:
             return str(error)
         return None
