@@ -107,7 +107,7 @@ class Metrics:
             one is None if there is no estimate.
         seconds: seconds of a step, predicted and measured: its makespan, or its span if steps
             overlap. The prediction has its costs scaled by one factor, so that its passes take as
-            long as the measured ones; None as above.
+            long as the measured ones; it is None if there is no estimate.
         overlap: whether steps overlap.
         slowest: the rank whose passes take longest, compared with the prediction for each rank.
         slower: share by which its passes take longer than the other ranks'.

@@ -92,8 +92,8 @@ class Replay:
 def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
     """Return the ``inputs`` of passes, changed for overlapped passes, which run as one.
 
-    Both need the inputs of both, and the output of the forward pass is there when the backward pass
-    has ended.
+    Each of the two needs the inputs of both, and the output of the forward pass is available only
+    when the backward pass has ended.
     """
     ends = {overlapped.forward: overlapped.backward for overlapped in schedule.pairs}
     moved = {a: tuple(ends.get(maker, maker) for maker in makers) for a, makers in inputs.items()}

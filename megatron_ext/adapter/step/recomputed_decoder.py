@@ -34,9 +34,9 @@ def decoder_to_recompute(
 ) -> Any | None:
     """Return the decoder of ``model``, a stage's chunk, if it is to be recomputed alone, else None.
 
-    It is if the caller has hooks around its layers, which would run twice if the whole stage were
-    recomputed. A warning is logged if the decoder cannot be recomputed alone, as with slices of
-    sequences, whose last stage would store logits.
+    The decoder is recomputed alone if the caller has hooks around its layers, which would run twice
+    if the whole stage were recomputed. A warning is logged if the decoder cannot be recomputed
+    alone, as with slices of sequences, whose last stage would store logits.
     """
     hooked = hooked_around_layers(model)
     if not hooked:

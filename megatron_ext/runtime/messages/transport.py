@@ -205,7 +205,7 @@ class Transport(TransportBase):
 def _shape_header(tensor: Tensor) -> Tensor:
     """Return a host tensor of fixed length with the shape of ``tensor``.
 
-    It has the number of dimensions, the sizes, and zeros.
+    The tensor has the number of dimensions, then the sizes, and is padded with zeros.
     """
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]

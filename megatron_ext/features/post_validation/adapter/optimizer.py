@@ -322,8 +322,8 @@ nesting = Nesting()
 def zero_within_a_step(stock: Callable[..., None], model: Any) -> None:
     """Zero the gradient buffers of ``model`` within a step, and still hold its reductions back.
 
-    Megatron's own function leaves each bucket group ready to reduce, as it is called only between
-    steps. It does not change what forward hooks have noted of gathered parameters.
+    Megatron's own function, ``stock``, leaves each bucket group ready to reduce, as Megatron calls
+    it only between steps. Here that state of the bucket groups is restored afterwards.
     """
     groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
     reduces = [group.is_last_microbatch for group in groups]

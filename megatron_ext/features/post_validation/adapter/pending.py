@@ -138,7 +138,7 @@ class PostValidation:
     def is_armed(self) -> bool:
         """Whether the next optimizer step is taken before its post-validation.
 
-        It is if few of the latest steps were clipped or skipped.
+        That is so if few of the latest steps were clipped or skipped.
         """
         return self._history.is_armed
 

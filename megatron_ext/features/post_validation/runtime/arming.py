@@ -34,6 +34,6 @@ class History:
     def is_armed(self) -> bool:
         """Whether the next step is taken before its post-validation.
 
-        It is if fewer than half of the latest steps were clipped or skipped.
+        That is so if fewer than half of the latest steps were clipped or skipped.
         """
         return len(self.quiet) >= FEWEST and 2 * self.bad < len(self.quiet)

@@ -202,10 +202,10 @@ class ValidationMessages:
 class _Relay:
     """Thread that passes the verdict back as soon as it arrives.
 
-    It never waits inside gloo, where only the message or the end of the peer could wake it: neither
-    a failure on this rank, which has to cut its connections, nor the end of the process. It polls
-    the memory that gloo writes to, and waits for a lock in between. A poll costs the thread of the
-    passes, which needs the interpreter too, a microsecond.
+    The thread never waits inside gloo, where only the message or the end of the peer could wake it.
+    A failure on this rank, which has to cut its connections, could not, nor could the end of this
+    process. So the thread polls the memory that gloo writes to, and waits for a lock in between. A
+    poll costs the thread of the passes, which needs the interpreter too, a microsecond.
     """
 
     def __init__(self, messages: ValidationMessages) -> None:

@@ -107,8 +107,8 @@ class StepProfile(StepObserver[Step]):
 
     Costs are written to ``path``. Pipelines may reach a shape, or enough steps of one program, at
     different training steps. So a rank that has measured a shape waits for a training step at which
-    all ranks exchange costs. All ranks know the numbers of these steps: from the last of the first
-    `STEPS` on each step for a while, and then fewer and fewer.
+    all ranks exchange costs. All ranks know the numbers of these steps: they begin with step
+    `STEPS`, and each comes after 1/8 as many further steps as have run.
     """
 
     def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:

@@ -79,7 +79,7 @@ class EndStage(ModelStage):
     def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
         """Return the gradient of the scaled loss by each of ``losses``.
 
-        These are the tokens' losses, fp32 [b, s]. None in an evaluation.
+        ``losses`` are those of the tokens, fp32 [b, s]. The result is None in an evaluation.
         """
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
         call = self._call

@@ -153,8 +153,8 @@ def combine(statistics: Tensor) -> Tensor:
 def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
     """L: return the tokens' cross entropy, contiguous fp32 [b, s], from ``statistics``.
 
-    These are combined over all shards. A label [b, s] outside the ``vocabulary`` counts as the
-    likeliest token, as in Megatron.
+    The statistics are combined over all shards. A label [b, s] outside the ``vocabulary`` counts as
+    the likeliest token, as in Megatron.
     """
     # The losses are contiguous, as Megatron's are, since loss functions of callers flatten them by
     # view().
