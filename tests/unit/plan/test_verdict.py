@@ -100,7 +100,7 @@ def plan_of(
 
 
 def test_a_tie_takes_the_least_memory() -> None:
-    """Of several alternatives with the same step time, the verdict recommends the one with the
+    """If several alternatives have the same step time, the verdict recommends the one with the
     least memory.
 
     For Llama-3 8B on 32 H100, the plan used to recommend 67 GiB for a gain of 0.6 % over the
