@@ -1,7 +1,7 @@
 """Features of a training, in the order in which their hooks are called.
 
-A step names no feature: it calls the hooks of those that are on. Only this table knows all of them.
-Their order counts where several change the same thing, such as the split of a step.
+A step names no feature: it calls the hooks of the features that are on. Only this table lists all
+features. Their order matters if several change the same thing, such as the split of a step.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ class ModelParts:
     ) -> NDArray[np.float64]:
         """Return the seconds of each part (column) on each of ``stages`` (row), fitted to a trace.
 
-        The parts on the traced stages add up to the ``measured`` seconds of their ``passes``.
+        A part takes equally long on all stages. Over all traced stages together, the parts add up
+        to the ``measured`` seconds of their ``passes``.
         """
         table = self.counts(self.layers)
         sums = np.array(measured)

@@ -98,10 +98,11 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` with the most copies to the host that do not lengthen the step.
+    """Return ``schedule`` with the most copies to the host that hardly lengthen the step.
 
     If each rank has its own link to the host, these are all copies for which the link has time. If
-    ranks share links, one rank's copies can delay another's, and fewer copies are used.
+    ranks share links, one rank's copies can delay another's, so fewer copies are tried, in steps of
+    an eighth.
     """
     leaving = _Leaving(schedule, problem, 1.0)
     host = problem.costs.host

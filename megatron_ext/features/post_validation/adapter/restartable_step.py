@@ -80,8 +80,8 @@ class SpeculativeStep(Validation):
     ) -> torch.Tensor | None:
         """Return the ``tokens`` by which to scale gradients after the passes.
 
-        None while optimizer steps are taken before their post-validation: these scale by the count
-        of the ranks up to this one.
+        The result is None while optimizer steps are taken before their post-validation, because
+        such steps scale gradients by the tokens of the ranks up to this one.
         """
         if not self._validation.is_armed:
             return tokens
