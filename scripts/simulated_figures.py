@@ -163,7 +163,7 @@ def _slices() -> str:
 
 
 def _published_bubbles() -> str:
-    """Return the bubbles of the span at the passes that the zero-bubble paper measured."""
+    """Return the bubbles of the span with the pass times that the zero-bubble paper measured."""
     rows = []
     for name, ranks, microbatches, costs in (
         ("1.5B", 8, 24, "f=18.522,i=18.086,w=9.337,comm=0.601"),

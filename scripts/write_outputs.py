@@ -10,11 +10,11 @@ An output stands beneath its command, in a block with this mark above it:
     ```
 
 ``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves such outputs
-as they stand. It also leaves docs/recipes.md, which scripts/evaluation writes. ``<!-- output | sed
-9q: ... -->`` shortens what is shown. A page's commands run in one shell, in a folder with the files
-that the page shows (blocks whose first line is ``# NAME.py``, ``# NAME.sh`` or ``# NAME.log``) and
-a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 120 columns, without a
-GPU.
+as they stand. It also leaves docs/recipes.md, which scripts/evaluation writes.
+``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one shell, in a
+folder with the files that the page shows (blocks whose first line is ``# NAME.py``, ``# NAME.sh``
+or ``# NAME.log``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of
+120 columns, without a GPU.
 """
 
 from __future__ import annotations

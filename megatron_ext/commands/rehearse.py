@@ -1,7 +1,7 @@
 """``megatron-ext rehearse``: a pipeline rehearsed on one GPU, rank by rank.
 
-It asks before a job waits for many GPUs what one GPU can answer: whether each rank runs, whether it
-fits, and how long a step is under each schedule. The rehearsal stands in the package of that name.
+Before a job waits for many GPUs, one GPU can tell whether each rank runs, whether it fits, and how
+long a step is under each schedule. The rehearsal itself is in the package `rehearsal`.
 """
 
 from __future__ import annotations

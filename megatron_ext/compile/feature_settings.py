@@ -1,4 +1,4 @@
-"""Settings of the features that a folder holds whole, which `PipelineConfig` has as fields.
+"""Settings of the features that have a folder of their own; `PipelineConfig` has them as fields.
 
 The config declares its fields from this table, so that a feature's settings are written in its own
 folder.

@@ -70,7 +70,8 @@ def simulate_step(
 ) -> Simulated:
     """Return the simulated times and memory of schedule ``resolved`` for the step of ``problem``.
 
-    They are derived from the repeating part of a step with fewer microbatches, if it has one.
+    They are derived from the repeating part of a step with fewer microbatches, if that step has
+    one.
 
     Args:
         build: function that builds a program.

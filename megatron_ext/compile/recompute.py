@@ -95,8 +95,8 @@ def _shortest(construction: Construction) -> Program:
 def _programs(construction: Construction) -> tuple[list[Program], list[ValueError]]:
     """Build the family's passes within several looser memory limits, each with recomputation.
 
-    Return the programs and the refusals. The first of them is for the passes without a limit, if
-    these can be made.
+    Return the programs and the refusals. If passes can be made without a limit, they are the first
+    that are tried.
     """
     tried: set[Schedule] = set()
     programs: list[Program] = []
@@ -115,7 +115,8 @@ def _programs(construction: Construction) -> tuple[list[Program], list[ValueErro
 def _least_that_is_enough(
     construction: Construction, limit: MemoryLimit, over: Sequence[OverLimit]
 ) -> float:
-    """Return the least memory limit that a few tries find to be sufficient; ``limit`` is not.
+    """Return the least memory limit that a few tries find to be sufficient; ``limit`` itself is not
+    sufficient.
 
     The need of the passes that are made without a limit is sufficient, as these are tried within
     each limit. Less may suffice: within another limit the family makes another order, and other

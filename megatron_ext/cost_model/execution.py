@@ -131,8 +131,8 @@ class Execution:
 
     @property
     def split_tokens(self) -> float:
-        """Tokens of a microbatch that a rank has between layers, its share under sequence
-        parallelism."""
+        """Tokens of a microbatch that a rank has between layers; with sequence parallelism, its
+        share."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
 
     @property

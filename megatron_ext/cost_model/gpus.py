@@ -79,17 +79,17 @@ class Achieved:
 
     Attributes:
         fp4: tensor cores in 4 bits. An assumption.
-        grouped: experts' products, relative to single products of their shapes. With equal rows
-            they reach all of it on an H200 (docs/measurements.md); uneven routing reaches less. An
-            assumption.
+        grouped: experts' products, relative to single products of their shapes. With the same
+            number of rows for each expert the share is 1 on an H200 (docs/measurements.md); with
+            uneven routing it is less. An assumption.
         attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
             of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
             4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
             cuDNN's on an H200: estimated over measured seconds are 0.84 to 1.09.
         memory: elementwise operations. On an H200 estimated over measured seconds are 0.80 to 1.13.
-        peers: rings over NVLink: NCCL takes 235 GB/s for the most on an A100 (``compCap80`` in
-            src/graph/tuning.cc), 18 x 20.6 of 450 on an H100 and 18 x 40.1 of 900 on a B200
-            (SM90_NVLINK_BW, SM100_NVLINK_BW in src/graph/topo.h).
+        peers: rings over NVLink: NCCL assumes at most 235 GB/s on an A100 (``compCap80`` in
+            src/graph/tuning.cc), 18 x 20.6 of 450 GB/s on an H100 and 18 x 40.1 of 900 GB/s on a
+            B200 (SM90_NVLINK_BW, SM100_NVLINK_BW in src/graph/topo.h).
         network: messages and rings between nodes. An assumption.
         host: copies to the host. Two GPUs often share a switch, and both directions the host's
             memory. An assumption.
@@ -241,7 +241,7 @@ class FreeMemory:
     def reserved_for(self, allocated: float, lasting: float) -> float:
         """Return the bytes that an allocator reserves beyond ``allocated`` bytes.
 
-        ``lasting`` bytes of these are allocated once, and so reserve nothing.
+        ``lasting`` of these bytes are allocated once, so no reserve is added for them.
         """
         return RESERVED_SHARE * max(allocated - lasting, 0.0) if self.is_modelled else self.reserved
 
@@ -254,8 +254,8 @@ def free_memory(
     Args:
         memory: bytes of the GPU.
         reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
-        lasting: bytes of a rank that are allocated once (`ModelBytes.lasting`), and so reserve
-            nothing.
+        lasting: bytes of a rank that are allocated once (`ModelBytes.lasting`), so that no reserve
+            is added for them.
     """
     usable = USABLE * memory
     is_modelled = reserved is None
@@ -314,7 +314,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     Text without numbers of ranks names the one GPU that `parse_gpu` reads.
 
     Raises:
-        ValueError: as `parse_gpu`, or a number of ranks is none.
+        ValueError: as `parse_gpu`, or a number of ranks is not a number.
     """
     parts = [part.partition(":") for part in text.split(",")]
     if not all(colon and "=" not in name for name, colon, _ in parts):

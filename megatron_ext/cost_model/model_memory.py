@@ -161,7 +161,10 @@ def bytes_of_ranks(
 
 
 def least_lasting(ranks: Sequence[ModelBytes] | None) -> float:
-    """Return the least bytes of all ranks that are allocated once; 0 if they are not known."""
+    """Return the bytes that are allocated once, on the rank where they are fewest.
+
+    0 if they are not known.
+    """
     return min((rank.lasting for rank in ranks or ()), default=0.0)
 
 

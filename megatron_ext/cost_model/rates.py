@@ -118,8 +118,8 @@ class Rates:
     def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
         """Return the seconds of F, I and W of ``operation``; I includes W if they cannot be split.
 
-        A kernel moves its data while it computes, so it takes the longer of the two times. The
-        kernels of a layer run one after the other, so their times add up.
+        A kernel moves its data while it computes, so it takes the longer of the times for computing
+        and for moving. The kernels of a layer run one after the other, so their times add up.
         """
         moved = operation.moved
         computed = self._computed(operation)

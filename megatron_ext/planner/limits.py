@@ -1,4 +1,4 @@
-"""The memory that a model leaves of a rank, and lower bounds on the time of schedules.
+"""The memory that a model leaves free on a rank, and lower bounds on the time of schedules.
 
 A search takes seconds to minutes. If a bound shows that it could gain almost nothing, it is not
 begun.
@@ -41,7 +41,7 @@ def least_step(variant: Variant, allowed_bytes: float | None = None) -> float:
 
 
 def is_close(made: Candidate) -> bool:
-    """Return whether no search can find a step that is `CLOSE` shorter in the same memory."""
+    """Return whether no search can find a step that is shorter by `CLOSE` in the same memory."""
     return made.step <= (1 + CLOSE) * least_step(made.variant)
 
 

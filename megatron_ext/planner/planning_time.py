@@ -2,9 +2,9 @@
 
 A driver opens `planning`, and calls `start_planning_time` when Megatron has validated the launch
 command. From then on the end of the time, or Ctrl-C, raises `PlanningEnd` in whatever runs. Code
-that has a partial result runs its work by `until_end`, which takes the exception, and returns what
-it has.
-Outside `planning` nothing is limited: a launch, whose ranks have to find the same, has no clock.
+that has a partial result runs its work by `until_end`, which catches the exception, and then
+returns the partial result. Outside `planning` nothing is limited: a launch, whose ranks must all
+find the same schedule, has no clock.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def within(share: float) -> Iterator[None]:
 
 @contextmanager
 def provisional() -> Iterator[None]:
-    """Forget afterwards what ended early in the block, since the plan compares it once more
+    """Forget after the block which work ended early in it, since the plan compares that once more
     later."""
     plan = _TIME.get()
     if plan is None:
@@ -165,9 +165,8 @@ def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
     work goes on with the result of inner work that has ended early.
 
     Args:
-        kind: the kind of alternatives that ``work`` compares, in words, unless work around it has
-            named one: schedules that are compared for another kind are of that kind. "": other work
-            around it or in it names them.
+        kind: words for the kind of alternatives that ``work`` compares; "": other work names them.
+            A kind that outer work has named stays.
     """
     plan = _TIME.get()
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Layers moved away from the output layer, as Megatron's flags for that spread them.
+"""Layers moved away from the output layer, as Megatron's flags for that do.
 
 The last stage also has the output layer, which may take as long as several layers. Megatron can
 count it as a layer when it divides the model; costs that were given for equal stages are

@@ -130,8 +130,8 @@ class PassCosts(CostPart):
             it.)
         held_bytes: bytes by kind of memory; None if bytes are not known.
         recompute: seconds of a recomputation R; () if R takes as long as the forward pass.
-        fused_backward_saving: seconds saved if W directly follows its I, as in B, because one
-            overlaps the other's waiting; () if nothing is saved.
+        fused_backward_saving: seconds saved if W directly follows its I, as in B, because one of
+            the two computes while the other waits; () if nothing is saved.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]

@@ -18,7 +18,8 @@ from megatron_ext.schedule.placement import Placement
 class FlippedPlacement(Placement):
     """Placement read from a file in which the V or wave has its first and last stage on rank 0.
 
-    Here its ranks are counted from the other end; a table written from it has the file's order.
+    Here the ranks are counted from the other end; a table written from this placement has the
+    file's order.
     """
 
 

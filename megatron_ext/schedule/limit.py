@@ -83,7 +83,7 @@ class MemoryLimit:
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:
-        """Return the memory limit that `parse_limit` reads from this one's text (`written`)."""
+        """Return the memory limit that `parse_limit` reads from this limit's text (`written`)."""
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 

@@ -58,7 +58,8 @@ class MicrobatchLoads:
 
     Attributes:
         tokens: tokens of a microbatch divided by those of the microbatch that costs are made for.
-        squares: the sum of the squared document lengths divided by that of the same microbatch.
+        squares: the sum of the squared document lengths divided by that of the microbatch that
+            costs are made for.
         unshared: loads of the same microbatches if each prompt is computed for each of its answers;
             None if no answers share a prompt, or microbatches are padded.
     """

@@ -151,6 +151,7 @@ def in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def _turns(arrays: ActionArrays) -> Ints:
-    """Return for each action its place among its stage's passes of this kind in right order."""
+    """Return for each action the place in its stage's passes of this kind that microbatch order
+    requires."""
     back = arrays.microbatch + np.int32(arrays.slices - 1) - 2 * arrays.slice
     return np.where(IN_EVALUATION[arrays.kind], arrays.microbatch, back)

@@ -1,4 +1,4 @@
-"""The published families of schedules, one file for each placement or line of papers.
+"""The published families of schedules, one file for each placement or series of papers.
 
 In the docstrings p is the number of ranks, m of microbatches, v of a rank's chunks. Each shows a
 small schedule: a row per rank, a column per unit of time, ``.`` for idle, ``=`` for the

@@ -1,7 +1,7 @@
 """A family with one stage a rank and all weight gradients at the end.
 
-Splitting the backward pass shortens the way of the gradients back to the first rank. The simplest
-way to use that is to compute every W after the last I; what W needs is held until then.
+Splitting the backward pass lets the gradients reach the first rank sooner. The simplest way to use
+that is to compute every W after the last I; what W needs is held until then.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ def _units(name: str, problem: Problem) -> Schedule:
     microbatch starts two slots later. The next unit starts when a rank has had all passes of one
     unit. No two passes of a rank share a slot, so the slots give their order.
 
-    Slices of a sequence follow the same rule as microbatches, but their way back is delayed by the
-    slices behind them in the microbatch, and a unit has whole microbatches. Passes that share a
-    slot then do not depend on one another.
+    Slices of a sequence follow the same rule as microbatches, but their backward passes are delayed
+    by the slices behind them in the microbatch, and a unit has whole microbatches. Passes that
+    share a slot then do not depend on one another.
     """
     placement, p, slices = problem.placement, problem.ranks, problem.slices.count
     of_unit = slices * -(-p // slices)

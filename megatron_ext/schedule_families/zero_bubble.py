@@ -59,8 +59,8 @@ def zb_h2(problem: Problem) -> Schedule:
     """ZB-H2: twice as far ahead as `zb_h1`, so at equal costs no rank idles between its passes.
 
     Rank r of p runs 2(p-r)-1 forwards before the first I, and weight gradients 2r microbatches
-    late. Peak 2p-1 microbatches on every rank. With at least as many microbatches, the span's
-    bubble is (p-1)(F+I-2W), and the makespan's is the larger of that and (p-1)F.
+    late. Peak 2p-1 microbatches on every rank. With at least 2p-1 microbatches, the span's bubble
+    is (p-1)(F+I-2W), and the makespan's is the larger of that and (p-1)F.
 
     With p = 3, m = 6:
 

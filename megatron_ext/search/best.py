@@ -1,9 +1,9 @@
 """The best schedule found for a problem, among known ones and by a search.
 
 Every family of the placement is among the plans that the search starts from, even if it needs more
-memory: packed, it needs no more than there is. Families within the limit are also candidates for
-the result, which is chosen by the simulated time of a step. If one of them reaches the lower bound
-of all schedules (`lower_bound`), nothing is searched.
+memory than the limit, as packing brings it within the limit. Families within the limit are also
+candidates for the result, which is chosen by the simulated time of a step. If one of them reaches
+the lower bound of all schedules (`lower_bound`), nothing is searched.
 
 The result is stored in the user's cache directory, by problem and effort.
 """

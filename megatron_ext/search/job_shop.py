@@ -223,7 +223,8 @@ class JobShop:
         )
 
     def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
-        """Return a number for each pass, from one number per operation or from differing numbers.
+        """Return a number for each pass: ``differing`` if passes differ, else one number per
+        operation.
 
         The shape is (operations, columns).
         """
@@ -258,7 +259,8 @@ class JobShop:
     def operation_order(self) -> tuple[int, ...]:
         """Order of a rank's operations, from 0, in which one microbatch alone runs through them.
 
-        It frees an activation before it recomputes the next. () if there are no operations of R.
+        In this order an activation is freed before the next one is recomputed. () if there are no
+        operations of R.
         """
         if self.recompute_deltas is None:
             return ()
@@ -272,8 +274,8 @@ class JobShop:
 
     @cached_property
     def opposite_columns(self) -> list[int]:
-        """For each column of forward passes, the column of I and W with the same slice, and
-        back."""
+        """For each column of forward passes, the column of I and W with the same slice, and the
+        reverse."""
         columns = np.arange(self.columns)
         return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
 

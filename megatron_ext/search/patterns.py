@@ -108,7 +108,7 @@ def exists(ranks: Sequence[RankWork], p2p_ticks: Sequence[MessageTicks], period:
 
 
 def arrangements_of(rank: RankWork, period: int) -> int:
-    """Return about how many arrangements of a rank's passes in a period `Arrangements.EACH`
+    """Return roughly how many arrangements of a rank's passes in a period `Arrangements.EACH`
     tries."""
     idle = period - sum(rank.ticks)
     return 60 * (idle + 1) * (idle + 2) * (idle + 3) // 6
@@ -123,8 +123,8 @@ class _RankArrangements:
         least: peak memory if no trip takes a period or more.
         turn_trip: ticks of the turn trip (`_PatternProgram`) modulo the period.
         end_trip: ticks of the end trip (`_PatternProgram`) modulo the period.
-        carry: periods by which these two together exceed the time from F of the outer chunk to its
-            I.
+        carry: periods by which the two trips together exceed the time from F of the outer chunk to
+            its I.
     """
 
     starts: _Ints

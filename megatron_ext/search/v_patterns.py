@@ -43,8 +43,8 @@ _MOST_PAIRS = 2_000_000_000
 def pattern_plans(shop: JobShop) -> list[Starts]:
     """Return plans on a V, from patterns in which the busiest rank never idles.
 
-    They hold no more than the memory limit, or if there are none, only little more. Return none if
-    the placement of ``shop`` is no V.
+    They hold no more than the memory limit; if there are no such plans, they hold little more.
+    Return none if the placement of ``shop`` is no V.
     """
     if not is_v(shop.placement):
         return []

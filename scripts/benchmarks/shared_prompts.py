@@ -1,12 +1,13 @@
-"""Estimated gain of prompts that are computed once, over packs of the same sequences.
+"""Estimated gain of prompts that are computed once, compared with packs of the same sequences.
 
     python -m scripts.benchmarks.shared_prompts
 
 A dense 70B (Llama 3's sizes) on H100s, TP 8, four pipeline ranks, 1F1B: a step of 16 prompts with
-eight answers each. Sequences are packed into 16,384 tokens, in order, and so are groups; a longer
-group is a microbatch of its own. Costs are estimated for each number of tokens that occurs, and
-their attention is scaled to the pairs of tokens that attend to one another. Gathered keys and
-values (in F, and again in I) and the sums of their gradients are counted as memory traffic.
+eight answers each. Sequences are packed into 16,384 tokens, in order, and so are groups (a prompt
+with its answers); a longer group is a microbatch of its own. Costs are estimated for each number of
+tokens that occurs, and their attention is scaled to the pairs of tokens that attend to one another.
+Gathered keys and values (in F, and again in I) and the sums of their gradients are counted as
+memory traffic.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ One process, one layer of Megatron's local kind, on a GPU if there is one. Whole
 take turns, so that what disturbs one disturbs the other; the ratio is that of their medians.
 
 On a CPU malloc keeps what is freed, as CUDA's caching allocator does. By default glibc returns
-it to the system and gets it back in the next backward, and a page fault for each 4 KiB that waits
-for W then counts as a cost of the split: ``--hand-memory-back`` shows it.
+freed memory to the system and gets it back in the next backward. Each 4 KiB that waits for W then
+causes a page fault, which counts as a cost of the split; ``--hand-memory-back`` shows this.
 """
 
 from __future__ import annotations

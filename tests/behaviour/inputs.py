@@ -29,7 +29,8 @@ _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 
 
 def run(command: str, *, with_stderr: bool = True) -> str:
-    """Return the output of ``megatron-ext`` without progress, after an exit status other than 0.
+    """Return the output of ``megatron-ext`` without progress lines; an exit status other than 0
+    comes first.
 
     ``with_stderr``: include stderr; otherwise it is included only if stdout is empty, as libraries
     print warnings to stderr.

@@ -271,7 +271,7 @@ def _adverse_execution(adversary: _Adversary, current: list[Action]) -> list[Sub
 
 
 class _Posted:
-    """A work that may be waited for twice, as gloo's may not."""
+    """A work that, unlike gloo's, may be waited for twice."""
 
     def __init__(self, name: str, work: Any) -> None:
         self.name = name

@@ -93,9 +93,9 @@ def _remember_docstrings() -> None:
 
 
 def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Copy the storage, in place of the C++ that Megatron compiles for its recompute of single
-    modules. That shares the storage below the tensors, which do not notice; compiling it takes a
-    minute on a busy machine."""
+    """Copy the storage of ``recomputed``, where Megatron's recompute of single modules lets both
+    tensors share one storage. Megatron compiles C++ for that, which takes a minute on a busy
+    machine."""
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.nbytes())
     storage.copy_(source)

@@ -65,7 +65,7 @@ class _NotedEvent:
 
 
 class _OneEvent(_NotedEvent):
-    """One event for all plans of a process."""
+    """Event that all plans of a process share."""
 
     def __init__(self, **unused: object) -> None:
         self.name = -1

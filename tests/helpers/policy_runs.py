@@ -69,7 +69,7 @@ def stocks_steps(
 
 def check_replicas(by_rank: Sequence[Sequence[dict[str, Any]]], of_data: str) -> None:
     """Check that the two replicas of four ranks have the same weights and, by their results
-    ``of_data``, other data."""
+    ``of_data``, different data."""
     # Ranks 0 and 1 each have the first stage of one replica.
     for first, second in zip(*by_rank[:2], strict=True):
         assert first["weights"] == second["weights"], "replicas part"

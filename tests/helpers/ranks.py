@@ -112,7 +112,7 @@ def share_gloo_device() -> None:
     """Let one thread of this process poll the sockets of all its groups.
 
     torch starts a thread for each group, which wakes a hundred times a second even if no message
-    comes. A rank of Megatron has 24 to 88 groups, whose threads took a tenth of its CPU time.
+    comes. A rank of Megatron has 24 to 88 groups, whose threads would take a tenth of its CPU time.
     """
     device = dist.ProcessGroupGloo.create_device(interface="lo")
     # The device stays referenced as long as the process lives: freeing it waits for its thread, in

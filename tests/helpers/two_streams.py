@@ -87,7 +87,7 @@ def side_by_side(row: Sequence[Given]) -> int:
 
 
 def _behind(row: Sequence[Given]) -> list[int]:
-    """Return, for all work of a rank, the places after which it runs, as bits."""
+    """Return, for all work of a rank, the places of the work before it, as the bits of a number."""
     behind: list[int] = []
     for waits in _waits(row):
         bits = 0

@@ -158,7 +158,7 @@ def trainer_config() -> Any:
 
 class Workers:
     """A group of workers as verl's trainer calls it: the workers of each replica get their part of
-    a batch, and all get the answers of those that verl collects."""
+    a batch, and all get the answers of those workers whose answers verl collects."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker

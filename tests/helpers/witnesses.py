@@ -250,8 +250,8 @@ _OFF = {
 
 
 def switched_off(words: list[str]) -> list[str]:
-    """Return the ``words`` of a training; under one of our schedules without the setting that
-    `SWITCHED_OFF` names."""
+    """Return the ``words`` of a training; if they name a schedule of ours, with the setting
+    switched off that the variable `SWITCHED_OFF` names."""
     setting = os.environ.get(SWITCHED_OFF)
     if not setting or not is_ours(words):
         return words

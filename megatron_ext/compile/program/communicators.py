@@ -83,7 +83,8 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
     """Return how many CTAs (NCCL thread blocks) each of a rank's ``communicators`` may use.
 
     All of them together take less than a quarter of the device's ``multiprocessors``. The result is
-    at least 1, even if that is more than a quarter, and a power of two, as `ctas_used`.
+    at least 1, even if that is more than a quarter, and a power of two, like the result of
+    `ctas_used`.
     """
     assert communicators > 0, "without communicators there is nothing to share out"
     ctas = 1

@@ -226,11 +226,11 @@ def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bo
 
 
 class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
-    """For each stage and kind of action: stage, kind and slice of the actions on which it may
-    depend.
+    """For each stage and kind of action: stage, kind and slice of the actions that it may depend
+    on.
 
     These dependencies (`needed`) are the same for every microbatch, so they are computed once. The
-    slice is that of `Need.slice`.
+    slice is written as in `Need.slice`.
     """
 
     def __init__(self, placement: Placement) -> None:

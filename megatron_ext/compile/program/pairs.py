@@ -1,7 +1,7 @@
 """Errors and seconds of pairs: two passes of a rank that run as one (`OverlappedPasses`).
 
-The two passes of a pair share its seconds, and neither may wait for the other. Proof and simulation
-both need these rules.
+The two passes of a pair take their seconds together, and neither may wait for the other. Proof and
+simulation both need these rules.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
     """Yield, for each two overlapped passes, the number of the forward pass and the seconds of
     both.
 
-    For the account, the two passes run one after the other, F first, and split their joint seconds
-    in the proportion of their seconds alone, so the work of a rank adds up.
+    In the account of a rank's work, the two passes run one after the other, F first, and split
+    their joint seconds in the proportion of their seconds alone, so the work of a rank adds up.
     """
 
     @cache

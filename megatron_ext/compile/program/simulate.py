@@ -2,8 +2,8 @@
 
 Planner and searches compare schedules by their predicted seconds, so the prediction must follow the
 executor's rules. Times are longest paths in the graph of waits (`graph`): an action starts when all
-that it waits for has ended. Only copies over a shared link need more, since they take turns by
-time.
+that it waits for has ended. Only copies over a shared link need more than this: they take turns in
+order of time.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def _required_work(
     """Return the passes that each stage must do for a microbatch, by the kind of action that does
     it.
 
-    If the schedule uses one of several possible kinds (B for I), this is the one. Optional work
+    If several kinds can do the pass (B or I), it is the kind that the schedule uses. Optional work
     (`Rule.all_or_none`) is included.
     """
     used = {kind for _, kind in schedule.arrays.stage_kinds}

@@ -1,7 +1,8 @@
 """Ratios of measured to expected costs of parts, fitted by least squares to measured sums of parts.
 
-Passes are measured, and layers are what is needed. Sums that are alike leave some ratios
-open: these stay close to the common one, so that no part gets a cost that only rounding has made.
+Whole passes are measured, but costs of layers are needed. Sums with the same proportions of parts
+leave some ratios undetermined: these stay close to the ratio common to all parts, so that rounding
+alone gives no part a cost.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class MachineFactors:
     def of_attention(self, flops: float, moved: float) -> tuple[float, float]:
         """Return measured over estimated seconds of attention, forward and backward.
 
-        They are those of the timed attention closest in floating-point operations and bytes of the
-        forward pass.
+        The ratios are those of the timed attention closest in floating-point operations and bytes
+        of the forward pass.
         """
         shape = flops, moved
         return _of_closest(self.attention, shape), _of_closest(self.attention_backward, shape)
@@ -97,8 +97,8 @@ class MachineFactors:
     def of_gather(self, size: float) -> float:
         """Return measured over estimated seconds of a gather of ``size`` bytes.
 
-        The factor is interpolated between the timed sizes, by the logarithm of the size; beyond all
-        of them it is that of the last one.
+        The factor is interpolated between the timed sizes, by the logarithm of the size; outside
+        these sizes it is that of the nearest one.
         """
         return _of_size(self.gathers, size)
 

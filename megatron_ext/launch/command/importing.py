@@ -1,8 +1,8 @@
 """Import of Megatron as on a rank of a launch, by a command that trains nothing.
 
 A command on a login node has to read a launch with the Megatron that the ranks would import, from
-their folder. It needs neither its compiler nor its loggers, which take half of the import's time,
-and its output is not the command's.
+their folder. The command needs neither torch's compiler nor loggers of experiments, whose import
+takes half of the time. What Megatron prints is not part of the command's output.
 """
 
 from __future__ import annotations

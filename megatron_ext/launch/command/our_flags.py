@@ -81,7 +81,8 @@ def installation(launch: Launch, script: str | None) -> WordFinding | None:
 def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[WordFinding]]:
     """Return ``launch`` with flags for variables that ``-m megatron_ext`` reads, and remarks.
 
-    The log of a start has its variables as flags, and a recipe reads no variables.
+    A launch that is read from a log has its variables as flags already, and a recipe reads no
+    variables.
 
     Raises:
         ValueError: a variable is not understood.

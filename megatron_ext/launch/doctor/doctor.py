@@ -118,7 +118,7 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
 
 
 def _missing() -> str:
-    """Return which package that all patches need cannot be imported, and why; "" if none."""
+    """Return why a package that all patches need cannot be imported; "" if all can."""
     for module, name in (("torch", "torch"), ("megatron.core", "Megatron")):
         try:
             importlib.import_module(module)

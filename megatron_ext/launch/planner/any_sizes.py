@@ -1,8 +1,8 @@
 """``megatron-ext plan --any-sizes -- LAUNCH COMMAND``: the same training with other sizes.
 
-Sizes are estimated by a description of the launch, schedules and layouts of the best are compared
-by Megatron's validated arguments, and what is recommended has passed Megatron's validation and our
-refusals.
+Sizes are estimated from a description of the launch. Schedules and layouts of the best sizes are
+compared by Megatron's validated arguments. What is recommended has passed Megatron's validation and
+our refusals.
 """
 
 from __future__ import annotations

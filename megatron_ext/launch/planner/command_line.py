@@ -97,7 +97,7 @@ def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
 
 
 def _changes(launch: Launch, written: Written) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the flags that leave the arguments of ``launch``, and the words that come to them."""
+    """Return the flags to remove from the arguments of ``launch``, and the words to add to them."""
     gone = {*written.dropped, *(word for word in written.words if word.startswith("--"))}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))

@@ -174,7 +174,8 @@ class LaunchChoice(PlannedJob):
         limit: memory limit of activations that is written with any schedule; None for none, or the
             user's own.
         specs: schedules to choose from; None for all.
-        refused: schedules to compare if they take less time than ``better_than``; None for all.
+        refused: the only schedules to compare, if they take less time than ``better_than``; None
+            for all.
     """
 
     variants: LaunchVariants

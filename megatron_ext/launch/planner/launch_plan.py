@@ -1,6 +1,6 @@
 """Plans of launch commands.
 
-Megatron is imported only inside, as it would be on a machine of the launch.
+Megatron is imported only when a plan is made, as on a machine of the launch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changes of a Megatron-Bridge config to what a plan recommends, as lines of Python too.
 
 A recipe of Bridge has a config in place of flags. What a plan recommends as flags is therefore
-turned into assignments to the config's fields and one call of `megatron_ext.bridge.use`, which
-checks them as it will when the lines run.
+turned into assignments to the config's fields and one call of `megatron_ext.bridge.use`, and `use`
+checks them here as it will when the lines run.
 """
 
 from __future__ import annotations

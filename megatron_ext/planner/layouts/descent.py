@@ -108,7 +108,7 @@ class Timed:
     def best_of(self, layouts: Sequence[Layout]) -> Start:
         """Return the layout with the shortest step of all that fit into memory.
 
-        If none of ``layouts`` fits, all are compared by the memory that they exceed.
+        If none of ``layouts`` fits, all are compared by how far they exceed the memory.
         """
         counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
         seconds, fullest = self._figured(counts)

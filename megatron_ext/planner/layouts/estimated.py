@@ -1,7 +1,7 @@
 """Work of a model that is described, with estimated costs.
 
-`layouts` compares what any stage of the model would cost. Here the cost model answers for a
-described model.
+`layouts` needs the costs of any stage of a model. For a described model they come from the cost
+model, here.
 """
 
 from __future__ import annotations

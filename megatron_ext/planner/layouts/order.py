@@ -119,7 +119,8 @@ def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
-    """Return the distinct stages of overlapped passes, and for each two passes the entry there."""
+    """Return the distinct stages of overlapped passes, and for each two passes their entry among
+    these."""
     arrays = schedule.arrays
     back = [arrays.stage_kinds[code] for code in arrays.stage_kind[schedule.paired + 1].tolist()]
     forwards = arrays.stage[schedule.paired].tolist()

@@ -104,8 +104,8 @@ class StageFigures:
         return figures
 
     def slowness(self, placement: Placement) -> Floats | None:
-        """Return by stage how many times as long it takes on its rank; None if ranks are equally
-        fast."""
+        """Return for each stage the factor by which its rank slows it down; None if ranks are
+        equally fast."""
         speeds = self.work.speeds
         return np.array(slowness_of(placement, speeds)) if speeds else None
 

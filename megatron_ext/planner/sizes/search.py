@@ -342,7 +342,8 @@ class _Search:
     def slice(self) -> None:
         """Simulate schedules with slices of the sequence.
 
-        The parallel sizes are the best, and those that would be best if they fitted.
+        Steps with the best parallel sizes are tried, and with those that would be best if they
+        fitted.
         """
         best, layers = self.found.best(self._kinds[-1]), len(self._job.model.layers)
         choices: list[tuple[Sizes, LayerRecompute]] = []

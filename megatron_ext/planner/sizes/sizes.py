@@ -27,7 +27,8 @@ class Sizes:
     sequence_parallel: bool = False
 
     def data_parallel(self, gpus: int) -> int:
-        """Return the number of data-parallel replicas on ``gpus``; 0 if that is not divisible."""
+        """Return the number of data-parallel replicas on ``gpus``; 0 if the number of GPUs is not
+        divisible."""
         copies, rest = divmod(gpus, self.tensor * self.pipeline * self.context)
         return 0 if rest else copies
 

@@ -96,7 +96,8 @@ def _by_gain(prospect: Prospect) -> tuple[float, str]:
 
 
 def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
-    """Return the three cells on a gain; empty ones if ``option`` is as long as ``before``."""
+    """Return the three cells on a gain; empty ones if a step of ``option`` is as long as one of
+    ``before``."""
     if option.seconds == before.seconds:
         return ["", "", ""]
     name = option.schedule

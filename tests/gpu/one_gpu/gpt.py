@@ -95,7 +95,7 @@ def reference(kind: str, layers: str) -> None:
 
 
 def stock(kind: str, layers: str) -> None:
-    """Compare Megatron's own losses with a pipeline of two ranks with the reference."""
+    """Compare the losses of Megatron's own pipeline of two ranks with the reference."""
     if refusal():
         raise CannotRun(f"stock sends over NCCL: {refusal()}")
     messages = "NCCL" if kind == "cuda" else "gloo"

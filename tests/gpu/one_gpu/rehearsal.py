@@ -182,7 +182,7 @@ def replay(kind: str) -> None:
 
 
 def _replayed_passes(report: RehearsalReport) -> float:
-    """Return the seconds of a pass of each kind, on each rank that was replayed, together."""
+    """Return the sum of the seconds of passes, over all kinds and all ranks that were replayed."""
     return sum(sum(one.seconds.values()) for one in report.ranks if one.is_replay)
 
 

@@ -50,7 +50,7 @@ def names_error(line: str) -> bool:
 
 
 class CannotRun(Exception):
-    """This machine lacks something that the case needs."""
+    """Raised if this machine lacks something that the case needs."""
 
 
 def tell(case: str, figure: str, is_good: bool = True) -> None:

@@ -5,7 +5,8 @@ python -m tests.gpu.one_gpu.whole_iterations cuda|cpu graph SPEC
 
 The rank trains through Megatron's own loop and its `FullCudaGraphWrapper`. After each step its
 weights must have the bits that they have without a graph. Our refusal of such graphs is lifted
-here, and only here: it goes once this has run. On the CPU the graph is `helpers/whole_graphs`'.
+here, and only here; the refusal will be removed once this has run on a GPU. On the CPU the graph is
+`helpers/whole_graphs`'.
 """
 
 from __future__ import annotations

@@ -692,7 +692,7 @@ def test_a_slice_has_its_part_of_each_argument() -> None:
 
 
 class OtherAttention(DotProductAttention):
-    """Attention class that slices do not know."""
+    """Attention class that the code for slices does not know."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("only its class is looked at")

@@ -62,7 +62,8 @@ REACHED: dict[str, set[tuple[str, str]]] = {
 
 
 def over_the_world(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the function around each call over all ranks, and the called name."""
+    """Yield, for each call of a collective over all ranks, the function that contains it and the
+    called name."""
     tree = ast.parse(source)
     yield from _over_the_world(tree, "", _worlds(tree))
 

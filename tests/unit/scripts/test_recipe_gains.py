@@ -59,8 +59,8 @@ def test_gains_of_a_configuration() -> None:
 
 
 def lines(stock: float, fullest: float) -> Any:
-    """Return lines as `compare_layouts` does, with Megatron's gain and the memory of its fullest
-    rank."""
+    """Return a stand-in for a result of `compare_layouts`. ``stock`` is the gain of Megatron's
+    best, ``fullest`` the memory of the fullest rank."""
 
     def line(seconds: float) -> Any:
         return SimpleNamespace(
