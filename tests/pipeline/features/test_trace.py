@@ -199,6 +199,26 @@ def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.Monk
         }
 
 
+def test_a_trace_without_an_estimate_logs_no_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sparse attention, whose seconds have no estimate, a traced step's writers get what was
+    measured. They used to get a predicted bubble and step time too."""
+    made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))
+    simulated = simulate(made, made.problem.costs)
+    step = traced_step(7, simulated, simulated, 0.0)
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(step_trace, "log_interval", lambda: 1)
+    monkeypatch.setattr(step_trace, "log_step", lambda iteration, **more: logged.append(more))
+    for reason in ("", "of sparse attention no step is known"):
+        step_trace._log(step, replace(made.problem.costs, no_estimate=reason))
+    figures = simulated.bubble_share_makespan, simulated.makespan
+    assert [(more["bubble_shares"], more["seconds"]) for more in logged] == [
+        tuple((figure, figure) for figure in figures),
+        tuple((None, figure) for figure in figures),
+    ]
+
+
 @pytest.mark.parametrize("of_stock", [False, True])
 def test_a_trace_keeps_no_more_than_what_is_read(
     of_stock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

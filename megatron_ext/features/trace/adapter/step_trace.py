@@ -33,6 +33,7 @@ from megatron_ext.observe.what_if import weight_shares
 from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
 _Recorded = tuple[list[Event], list[GradientReduction]]
@@ -131,7 +132,7 @@ class StepTrace(StepObserver[ObservedStep]):
         ):
             reserved = tuple(figure for _, figure in gathered if figure is not None)
             self._write(replace(self._as_stocks(traced, step), reserved=reserved or None))
-            _log(traced)
+            _log(traced, program.problem.costs)
         if is_last:
             self._tell()
 
@@ -211,13 +212,17 @@ def _other_order(program: Program, measured: Timeline) -> str | None:
     return None
 
 
-def _log(step: TracedStep) -> None:
-    """Write a traced step's metrics to TensorBoard and W&B, at Megatron's own interval."""
+def _log(step: TracedStep, costs: Costs) -> None:
+    """Write a traced step's metrics to TensorBoard and W&B, at Megatron's own interval.
+
+    The predicted ones are omitted if ``costs``, for which the step was simulated, have no estimate.
+    """
     if step.iteration % log_interval():
         return
     predicted, measured = step.predicted, step.measured
+    bubble, seconds = predicted.bubble_share_makespan, predicted.makespan
     log_step(
         step.iteration,
-        bubble_shares=(predicted.bubble_share_makespan, measured.bubble_share_makespan),
-        seconds=(predicted.makespan, measured.makespan),
+        bubble_shares=(None if costs.no_estimate else bubble, measured.bubble_share_makespan),
+        seconds=(None if costs.no_estimate else seconds, measured.makespan),
     )
