@@ -43,7 +43,8 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     """
     ranks = env.get("WORLD_SIZE", "1")
     on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
-    # Without this variable gloo looks up the host's own name, which many machines cannot resolve.
+    # Without GLOO_SOCKET_IFNAME gloo looks up the host's own name, which many machines cannot
+    # resolve.
     return ENVIRONMENT | ({"GLOO_SOCKET_IFNAME": "lo"} if on_one_node else {})
 
 

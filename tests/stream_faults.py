@@ -73,7 +73,7 @@ def found_by(fault: contextlib.AbstractContextManager[None]) -> str:
         for name, case in (CASES | AT_NIGHT).items():
             try:
                 case.run_emulated()
-            # the case needs Transformer Engine, which cannot be fetched
+            # A case is skipped if it needs Transformer Engine, which cannot be fetched.
             except pytest.skip.Exception:
                 continue
             except AssertionError as error:

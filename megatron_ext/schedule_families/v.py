@@ -101,8 +101,8 @@ def v_half(problem: Problem) -> Schedule:
     p = problem.ranks
     t = 3 if p % 2 == 0 else 0
     block = {
-        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),  # F of chunks 0 and 1
-        # I of chunks 0 and 1
+        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),  # slots of F in chunks 0 and 1
+        # Slots of I on the stages of chunk 0, and of chunk 1.
         _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
     }
     return _from_block("v-half", problem, block, peak=(p + 2) // 2)

@@ -60,13 +60,13 @@ def main(words: Sequence[str]) -> int:
     data: object
     try:
         if given.what == "recipes":
-            # Imported here, since the module imports Megatron.
+            # The module is imported only if it is needed, since it imports Megatron.
             from scripts.evaluation.recipes.evaluated import evaluate_recipes
 
             lines, data, status = evaluate_recipes(given.file, console, plans=not given.keep_plans)
             print("\n".join(lines))
         elif given.what == "slices":
-            # Imported here, since the module imports Megatron.
+            # The module is imported only if it is needed, since it imports Megatron.
             from scripts.evaluation.recipes.evaluated import evaluate_slices
 
             lines, data, status = evaluate_slices(console)

@@ -106,7 +106,7 @@ class Use(enum.Enum):
     FILLED = "it is brought here"
 
 
-# function of tensors that starts a transfer and returns its works
+# Function of tensors that starts their transfer and returns its works.
 Start = Callable[[Sequence[Tensor]], Sequence[Any]]
 
 

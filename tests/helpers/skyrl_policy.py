@@ -41,7 +41,7 @@ RESPONSE = 12  # number of tokens of a response
 def build_worker() -> Any:
     model, optimizer, scheduler = build_policy(
         average_in_collective=True,
-        # SkyRL's own providers set this and the dispatcher in the same way
+        # SkyRL's own providers set variable_seq_lengths and the dispatcher in the same way.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
     )

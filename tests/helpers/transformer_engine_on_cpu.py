@@ -55,7 +55,7 @@ def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
     os.environ["NVTE_TORCH_COMPILE"] = "0"  # keeps it from compiling that code
     torch.version.cuda = "13.0"
     sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
-    # Transformer Engine imports these for functions that the tests do not call
+    # Transformer Engine imports these packages for functions that the tests do not call.
     for name in ("onnx", "onnxscript", "einops"):
         sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
     torch.compiler.set_stance("force_eager")

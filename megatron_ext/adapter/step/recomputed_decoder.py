@@ -61,7 +61,7 @@ class RecomputedDecoder:
         self._is_quantised = is_quantised
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._random_states: RandomStates = ()
-        self._autocast = Autocast({})  # state in F
+        self._autocast = Autocast({})  # state of torch's autocast in F
         self._input = self._output = torch.empty(0)
 
     @contextlib.contextmanager

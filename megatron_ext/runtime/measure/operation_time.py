@@ -170,7 +170,8 @@ def _collective_seconds(
     for size in sizes:
         size -= size % group.size()
         collective = collective_of(torch.zeros(size, dtype=torch.uint8, device="cuda"))
-        # Untimed calls, which end once all ranks have arrived, since a rank may still compute.
+        # The first calls are not timed: they end once all ranks have arrived, as a rank may still
+        # compute.
         _timed(collective, 2)
         seconds[float(size)] = _timed(collective, _ROUNDS)
     return seconds

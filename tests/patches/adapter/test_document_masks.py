@@ -72,7 +72,7 @@ def test_the_fused_kernel_is_taken_as_megatron_takes_it(
         False, True, AttnMaskType.causal, True, lambda x, mask: x, True, None
     )
 
-    # as Megatron's scaled_masked_softmax.h computes it
+    # This is the number of rows of a block as Megatron's scaled_masked_softmax.h computes it.
     def rows_of_a_block(sq: int, sk: int, b: int, np: int) -> int:
         elements = 1 << (sk - 1).bit_length()
         return 128 // min(elements, 32) * (2 if elements <= 128 else 1)

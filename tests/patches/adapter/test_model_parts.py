@@ -89,7 +89,7 @@ def test_what_of_a_chunk_is_trained() -> None:
     model.decoder.layers[0].weight.requires_grad = False
     size = chunk_size(model)
     assert (size.trained_matrices, size.head_is_trained, size.reached) == (0.5, False, 1.0)
-    model.decoder.layers[0].requires_grad_(False)  # now its bias is frozen too
+    model.decoder.layers[0].requires_grad_(False)  # now all weights of the layer are frozen
     assert chunk_size(model).reached == 0.5
     assert chunk_size(holding(tower=linear(), language_model=model)).reached == 1.0
     assert chunk_size(model.requires_grad_(False)).reached == 0.0

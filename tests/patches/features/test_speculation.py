@@ -44,7 +44,7 @@ from megatron_ext.patches.megatron.core.optimizer.optimizer.steps import optimiz
 from tests.helpers.combinations import each_once
 from tests.helpers.ranks import run_ranks, values
 
-# imported once here, or each rank would import it
+# Megatron's module is imported once here, or each rank would import it.
 importlib.import_module("megatron.training.initialize")
 
 RANKS = 2

@@ -152,7 +152,7 @@ def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
     for one in report.schedules:  # the stand-in's passes take 1.05 to 1.15 of the estimated seconds
         assert 1.0 < one.passes / (one.estimate.seconds - one.estimate.messages) < 1.2
         assert one.estimate.reductions > 0  # two replicas reduce gradients
-    # Of pipeline ranks with equal stages one runs, and only ranks of the first replica run.
+    # One of several pipeline ranks with equal stages runs, and only ranks of the first replica run.
     assert [(r.folder.parent.name, r.rank) for r in run.requests] == [
         *(("stock", 2), ("stock", 0), ("stock", 6)),
         *(("zb-h1", 2), ("zb-h1", 0), ("zb-h1", 6)),

@@ -502,7 +502,7 @@ def test_buffers_share_no_page_and_are_not_shared_with_forked_processes() -> Non
     assert len(set(itertools.chain(*pages))) == 4
     for buffer in buffers:
         assert buffer.data_ptr() % mmap.PAGESIZE == 0
-        # "dc": the kernel does not copy the page on fork
+        # The flag "dc" of a memory area says that the kernel does not copy its pages on fork.
         assert "dc" in _flags_of_memory_at(buffer.data_ptr())
 
 

@@ -58,7 +58,7 @@ from tests.helpers.stages import (  # noqa: E402
 
 Place = Callable[[int], Placement]
 
-# fewer microbatches than the three ranks, and a number that is no multiple of three
+# Numbers of microbatches: fewer than the three ranks, and no multiple of three.
 MICROBATCHES = (1, 2, 5)
 
 

@@ -100,7 +100,7 @@ def test_zb_auto_is_no_worse_than_published(p, m, costs, limit, time, span) -> N
     ("name", "p", "m", "costs", "share"),
     [
         ("zb-1p", 8, 24, SMALL, 0.1585),
-        ("zb-2p:paper_count=true", 8, 24, SMALL, 0.0436),  # the paper has 0.0433
+        ("zb-2p:paper_count=true", 8, 24, SMALL, 0.0436),  # the paper gives a bubble of 0.0433
         *at_night(("zb-2p:paper_count=true", 32, 96, LARGE, 0.0038)),
     ],
 )

@@ -176,7 +176,8 @@ def test_no_microbatch_that_does_not_exist(name: str) -> None:
 
 def test_weight_gradients_take_their_ranks_next_free_slot() -> None:
     block = BuildingBlock(6, {F: (0, 1, 2, 3), I: (7, 6, 5, 4)}).with_weight_gradients(v(2))
-    # Of 6 slots, rank 1 (stages 0 and 3) has 2 and 5 free, and rank 0 (stages 1 and 2) has 3 and 4.
+    # Among 6 slots rank 1 (stages 0 and 3) has 2 and 5 free, and rank 0 (stages 1 and 2) has 3 and
+    # 4.
     assert block.starts[W] == (8, 10, 9, 5)
 
 

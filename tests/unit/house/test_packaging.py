@@ -191,8 +191,8 @@ def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text().splitlines()
     assert re.fullmatch(r"ARG IMAGE=nvcr\.io/nvidia/nemo:\d\d\.\d\d", dockerfile[1])
     install, doctor = dockerfile[-2:]
-    # NVIDIA's list of versions in the image would forbid our build requirements; installing our
-    # package changes no version.
+    # The image's list of version constraints is ignored, as it would forbid our build requirements;
+    # installing our package changes no version.
     assert "PIP_CONSTRAINT= python -m pip install" in install and "[" not in install
     assert doctor == "RUN python -m megatron_ext doctor"
 

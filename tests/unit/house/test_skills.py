@@ -35,7 +35,7 @@ def test_it_says_what_it_is_for(guide: Path) -> None:
     fields = dict(line.split(": ", 1) for line in head.splitlines())
     assert fields.keys() == {"name", "description", "license", "when_to_use"}
     assert fields["name"] == guide.parent.name
-    # the header is plain YAML
+    # The header of a guide is plain YAML.
     assert all(len(value) < 1024 and ": " not in value for value in fields.values())
     assert text.lstrip().startswith("# ") and len(text.splitlines()) < 80
 

@@ -464,7 +464,8 @@ def test_no_package_is_a_fifth_of_the_product() -> None:
 
 
 X, Y = "megatron_ext.features.x", "megatron_ext.features.y"
-# files in a folder at most, with __init__.py, so that a reader can take them in at a glance
+# Largest number of files in a folder, with __init__.py, so that a reader can take them in at a
+# glance.
 MOST_FILES = 21
 
 

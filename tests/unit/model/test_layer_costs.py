@@ -173,7 +173,7 @@ def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
     assert layers.tower is not None
     assert layers.tower.seconds == pytest.approx(TOWER.seconds, rel=0.05)
     assert layers.tower.activation == pytest.approx(TOWER.activation, rel=0.05)
-    forwards = [9e-3, 10e-3, 14e-3]  # of microbatches with fewer and with more images
+    forwards = [9e-3, 10e-3, 14e-3]  # seconds of F of microbatches with fewer and with more images
     path = tmp_path / "costs.json"
     save_costs(replace(costs, tower=layers.tower), path, as_data(layers, NOTHING, forwards))
     read = load_measured(path)

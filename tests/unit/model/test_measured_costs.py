@@ -278,7 +278,7 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     assert makespan(now) > makespan(before)
     again = better_of(now, before, choose("zb-auto"), other)
     assert again.schedule.compute_rows == before.schedule.compute_rows
-    # the passes are those of `before`, but the messages have other places
+    # The program has the passes of `before`, but its messages have other places.
     assert makespan(again) <= makespan(before)
     assert again.problem.costs != before.problem.costs
     less = replace(other, memory_limit=MemoryLimit(microbatches=2))

@@ -65,7 +65,8 @@ def test_the_good_ones_below_are_good(name: str, text: str) -> None:
     assert prove(on_line(text), PROBLEM).schedule.rows == program(name, PROBLEM).schedule.rows
 
 
-# In a good schedule a piece of text is replaced; the case has the refusal's text and its actions.
+# Each case replaces a text in a good schedule, and has the refusal's text and the actions that it
+# names.
 REFUSALS = {
     "compute missing": (
         FUSED, "0F1 0SEND_F1", "0SEND_F1",

@@ -321,7 +321,7 @@ def test_steps_follow_one_another_on_every_rank() -> None:
         for before, after in zip(earlier.compute, later.compute, strict=True):
             assert before[-1].end <= after[0].start
         latest = max(row[-1].end for row in earlier.compute)
-        assert later.start < latest  # and they overlap
+        assert later.start < latest  # the two steps overlap
 
 
 def test_the_verdict_comes_after_every_step_and_before_what_lasts() -> None:

@@ -218,10 +218,10 @@ class _SplitLinear(torch.autograd.Function):
         # Megatron's function would wait for this reduction of the input's gradient.
         ctx.allreduce_dgrad = ctx.sequence_parallel = False
         dx = linear.reduce(stock.backward(saved, dy)[0], x)
-        # Both tensors are detached from the graph and share its memory, since the graph refers to
-        # the stage's input and its gradient. (dy may have a graph, too: the loss overwrites the
-        # logits with their gradient. This node and the dy in its buffer would then keep each other
-        # alive.) A caller may run this backward pass more than once.
+        # x and dy are detached from the graph and share its memory, since the graph refers to the
+        # stage's input and its gradient. (dy may have a graph, too: the loss overwrites the logits
+        # with their gradient. This node and the dy in its buffer would then keep each other alive.)
+        # A caller may run this backward pass more than once.
         ctx.grad_output_buffer = []
         # Dy has another type if the layer has an output_dtype.
         x, dy = x.detach(), dy.detach().to(x.dtype)
