@@ -219,7 +219,7 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 
-    def part(kind: Kind, end: int) -> float:  # end: 0 or -1
+    def part(kind: Kind, end: int) -> float:  # end: first (0) or last (-1) stage
         total = in_passes.seconds[kind][end]
         share = ends[kind][end] / total if total else 0.0
         return share * costs.seconds[kind][end]

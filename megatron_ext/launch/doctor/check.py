@@ -357,7 +357,7 @@ def _check_arguments(
         if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
         if is_assumed:
-            # so that a checkpoint is not judged by an assumed vocabulary size
+            # The assumed vocabulary size is dropped, so that no checkpoint is judged by it.
             args.padded_vocab_size = None
         return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 

@@ -184,7 +184,7 @@ def test_nothing_is_searched_for_where_a_known_schedule_takes_the_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(best_room, "search", None)  # a call would fail
-    # 24 of work, and the way to the first F
+    # The makespan is a rank's work of 24, and 1.5 until the first F of the rank that starts last.
     assert makespan(best(v_problem(4, 8, (1, 1, 1, 0)))) == 25.5
 
 
