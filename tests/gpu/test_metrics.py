@@ -83,7 +83,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
     assert told.reserved >= told.allocated > 0
 
 
-def test_what_an_allocator_reserves_and_does_not_hand_out_is_told() -> None:
+def test_memory_that_is_reserved_and_not_allocated_is_reported() -> None:
     """Metrics report the memory that torch's allocator reserves but does not allocate. A tensor
     over 1 MiB gets a segment of at least 20 MiB, of which 3 MiB are allocated here."""
     torch.cuda.empty_cache()

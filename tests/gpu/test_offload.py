@@ -47,7 +47,7 @@ class TestCopies:
     """Tests of copies in a process of their own, as CUDA must not be used before ranks are
     forked."""
 
-    def test_they_are_quick_and_run_beside_passes(self) -> None:
+    def test_copies_are_quick_and_run_during_passes(self) -> None:
         copies: Copies
         (copies,) = values(run_ranks(1, partial(measure_copies, kind="cuda")))
         print(copies)

@@ -134,7 +134,7 @@ def test_it_runs_again_as_it_was() -> None:
     assert again.model.runs == [(True, False), (False, True), (True, False), *[(False, True)] * 2]
 
 
-def test_its_loss_is_computed_once_and_told_in_order() -> None:
+def test_its_loss_is_computed_once_and_reported_in_order() -> None:
     plain, again = Job(set()), Job({0, 2})
     plain.run()
     again.run()

@@ -199,7 +199,7 @@ def test_steps_that_are_not_as_captured_are_refused() -> None:
     graphs.begin(more, stages, [model])
 
 
-def test_memory_is_told_by_its_addresses() -> None:
+def test_memory_is_recognised_by_its_addresses() -> None:
     tensor = torch.arange(8)
     address = tensor.data_ptr()
     memory = GraphMemory([(address + 8, address + 24), (address + 40, address + 48)])
@@ -227,7 +227,7 @@ def layer() -> Layer:
 
 
 @pytest.mark.parametrize("schedule", row_cases("B"))
-def test_what_is_split_beside_graphs_has_its_gradients(
+def test_layers_that_are_split_between_graphs_have_their_gradients(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Split layers between captured layers get the right gradients. Their operands, and the tensors
@@ -274,7 +274,7 @@ def test_what_is_split_beside_graphs_has_its_gradients(
         ({"recompute_granularity": "selective"}, ScheduleOptions(), None),
     ],
 )
-def test_what_goes_beside_graphs(
+def test_settings_that_go_with_graphs_and_settings_that_do_not(
     settings: dict[str, object], options: ScheduleOptions, why: str | None
 ) -> None:
     given = SimpleNamespace(

@@ -170,7 +170,7 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
         assert told in text and "--pipeline-costs profile measures them" in text
 
 
-def test_a_training_with_sparse_attention_is_told_of_no_estimate() -> None:
+def test_a_training_with_sparse_attention_says_that_there_is_no_estimate() -> None:
     """A model with sparse attention trains under a schedule that is made for the costs of plain
     attention, and a line in the log says that there is no estimate. That line used to be
     missing."""

@@ -114,7 +114,7 @@ def planning(data: Any, model: Any, return_schedule_plan: bool = False) -> None:
 def passing_on(*args: Any, **kwargs: Any) -> None: ...
 
 
-def test_a_forward_step_that_makes_no_plan_is_told_once(
+def test_a_forward_step_that_makes_no_plan_is_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     callers._say_that_nothing_hides.cache_clear()

@@ -762,7 +762,7 @@ def test_a_model_that_is_not_known_is_refused(
         refuse_unknown([chunk_of(kind, mixer())])
 
 
-def test_weights_that_are_quantised_want_their_first_gradient_first() -> None:
+def test_quantised_weights_require_their_first_gradient_first() -> None:
     """With slices, quantized weights are refused under some orders of passes. Their first gradient
     in a step must come first, and slices compute the first slice's gradient last. Gradients of
     other weights are added in any order."""

@@ -345,7 +345,7 @@ def test_transformer_engines_attention_gets_the_first_document_from_its_begin() 
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3]
 
 
-def test_transformer_engine_is_told_of_padding_between_documents() -> None:
+def test_transformer_engine_knows_of_padding_between_documents() -> None:
     """Transformer Engine's attention gets the argument by which it knows of padding between
     documents. Padding at the start of a slice belongs to no document of that slice."""
     _, second, third, _ = spans(UNEVEN)

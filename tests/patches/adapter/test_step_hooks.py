@@ -71,7 +71,7 @@ def test_a_setting_turns_on_its_feature_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_feature_is_asked_about_arguments_and_programs(
+def test_a_feature_completes_and_checks_arguments_and_programs(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A feature's three functions that complete and check arguments and programs are called by the

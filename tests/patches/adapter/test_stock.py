@@ -67,7 +67,7 @@ def test_a_backward_pass_is_that_of_its_output() -> None:
     assert "megatron_ext: pipeline rank 1, in 3B0" in caught.value.__notes__[0]
 
 
-def test_an_order_that_nobody_knows_is_told() -> None:
+def test_an_unknown_order_is_reported() -> None:
     made = program("1f1b", line_problem(2, 3))
     measured = Timeline(made.schedule, ())
     assert "pass 1 of pipeline rank 0 is nothing, not 0F0" in str(_other_order(made, measured))

@@ -356,7 +356,7 @@ def test_a_step_that_fails_halfway_is_not_saved(loop: Loop) -> None:
         training.save_checkpoint()
 
 
-def test_nobody_is_asked_while_a_verdict_is_pending(
+def test_neither_signals_nor_saves_are_handled_while_a_verdict_is_pending(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []

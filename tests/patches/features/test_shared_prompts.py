@@ -344,7 +344,7 @@ def _pass(model: GPTModel, batch: Microbatch | None) -> None:
         run_together(model, batch, given, list(torch.rand(sum(batch.lengths)).split(batch.lengths)))
 
 
-def test_a_microbatch_that_nobody_describes_is_said_once() -> None:
+def test_a_microbatch_that_is_not_described_is_reported_once() -> None:
     """One warning says that microbatches are not described by `share_prompts`. A training by
     pretrain_gpt.py, which describes none, shares no prompt, and used to give no warning."""
 

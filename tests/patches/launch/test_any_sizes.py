@@ -321,7 +321,7 @@ def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.Monk
     assert not any(with_launch(asked, check)[1])
 
 
-def test_layouts_of_the_launch_go() -> None:
+def test_a_new_layout_replaces_that_of_the_launch() -> None:
     """If a launch has a layout, `--any-sizes` writes a new layout of its layers for other pipeline
     sizes."""
     made = plan_sizes(request(pipeline_model_parallel_layout="Et|tt|tt|tttL"))

@@ -388,7 +388,7 @@ def test_a_wrong_setting_of_ours_leaves_no_row_of_right_flags() -> None:
     assert [row.verdict for row in rows] == [Severity.WRONG] and "'much'" in rows[0].text
 
 
-def test_memory_is_judged_where_a_gpus_is_told() -> None:
+def test_memory_is_judged_if_a_gpu_is_given() -> None:
     assert checked(memory=2**30).is_right
     (wrong,) = told(checked(memory=2**10), Severity.WRONG)
     assert "pipeline rank 3 takes the most" in wrong
@@ -808,7 +808,7 @@ def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
 
 
-def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
+def test_helpers_that_cannot_be_compiled_are_reported_before_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor` says before a launch that Megatron's dataset helpers cannot be compiled. Such a
@@ -935,7 +935,7 @@ def test_a_remote_checkpoint_is_not_looked_for() -> None:
     assert any("is remote, not looked for" in text for text in told(report, Severity.REMARK))
 
 
-def test_a_full_disk_is_told_before_the_first_checkpoint(
+def test_a_full_disk_is_reported_before_the_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
@@ -1056,7 +1056,7 @@ def test_what_is_assumed_of_a_gpu_is_said() -> None:
     assert report.is_right
 
 
-def test_the_bytes_of_a_trace_are_told(tmp_path: Path) -> None:
+def test_the_bytes_of_a_trace_are_predicted(tmp_path: Path) -> None:
     """`doctor` predicts the size of a trace in bytes. A trace of all iterations of a training fills
     its disk, and no browser can show it."""
     trace: dict[str, Any] = {"pipeline_schedule": "zb-h1", "pipeline_trace": tmp_path}

@@ -157,7 +157,7 @@ def test_a_launch_with_virtual_stages() -> None:
     assert not plan.remarks and not plan.fallbacks
 
 
-def test_an_unknown_vocabulary_is_assumed_beside_the_verdict() -> None:
+def test_an_assumed_vocabulary_is_mentioned_with_the_verdict() -> None:
     """If the size of the vocabulary is unknown, `plan` assumes one, and says so next to its
     verdict. A launch with a tokenizer from a hub used to be planned without embedding and output
     layer: with the tokenizer's 50,432 tokens the recommended layout was 5 % slower than Megatron's
@@ -859,7 +859,7 @@ def test_a_tower_is_named_on_the_command_or_in_a_file_of_arguments() -> None:
     assert own_of(named).step > own_of(fewer).step > own_of(plain).step
 
 
-def test_ranks_are_slow_as_told_and_as_seen() -> None:
+def test_ranks_are_as_slow_as_their_measured_speeds() -> None:
     even = made()
     slow = plan_launch(
         LaunchRequest(launch(), gpu=parse_gpu("h100"), seen_speeds=RankSpeeds((1.0, 0.5)))

@@ -273,7 +273,7 @@ def test_variables_of_a_shells_text_are_not_expanded() -> None:
 
 
 @pytest.mark.parametrize("word", ["torchrun --nproc-per-node 4 x.py", "A=1 python x.py --a 1"])
-def test_a_command_in_quotes_is_told_to_drop_them(word: str) -> None:
+def test_a_command_in_quotes_is_refused_with_the_advice_to_drop_them(word: str) -> None:
     """A launch command that is quoted as a whole is refused with "drop the quotes around it". If it
     begins with an assignment of a variable, the error used to be "'' begins no launch command"."""
     with pytest.raises(ValueError, match="drop the quotes around it"):

@@ -447,7 +447,7 @@ def test_a_plan_compares_its_estimate_with_the_log(
     assert line in json.loads(CliRunner().invoke(app, json_form).stdout)["remarks"]
 
 
-def test_arguments_that_flags_do_not_give_are_told(
+def test_arguments_that_flags_do_not_give_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """`plan` of a log names arguments that flags cannot reproduce. The log here is another

@@ -181,7 +181,7 @@ def test_what_a_file_of_arguments_would_be_refused_with(
     assert told is None if why is None else told is not None and why in told, told
 
 
-def test_pairs_drop_what_megatron_refuses_beside_them() -> None:
+def test_overlapped_passes_drop_what_megatron_refuses_with_them() -> None:
     words = tuple(model_flags(**(FLAGS | SHARED)))
     request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4), gpu=GPUS["h100"])
     changed = with_launch(request, lambda parsed: pairs.other_pairs(parsed.variants, NO_PLAN, None))

@@ -49,7 +49,7 @@ def test_one_setting_that_is_refused_is_enough() -> None:
     assert verdict.without == ("use_transformer_engine_op_fuser",)
 
 
-def test_what_stock_cannot_run_is_told_apart() -> None:
+def test_what_stock_cannot_run_is_counted_apart() -> None:
     verdict = judge(recipe(num_layers=31))
     assert verdict.why_stock and "split evenly over 2" in verdict.why_stock
     assert not verdict.is_accepted
@@ -58,7 +58,7 @@ def test_what_stock_cannot_run_is_told_apart() -> None:
     assert judge(recipe(enable_hyper_connections=True)).why_stock
 
 
-def test_a_value_that_megatron_does_not_know_is_told() -> None:
+def test_a_value_that_megatron_does_not_know_is_reported() -> None:
     verdict = judge(recipe(recompute_method="some"))
     assert verdict.why_stock and "recompute_method is 'some', and Megatron's" in verdict.why_stock
     assert not verdict.is_accepted
@@ -83,7 +83,7 @@ def test_values_that_are_text_reach_megatron() -> None:
         assert judge(recipe(window_size=text)).is_accepted
 
 
-def test_settings_that_no_recipe_here_has_are_asked_of_all_that_refuses() -> None:
+def test_settings_that_no_recipe_has_are_checked_by_all_refusals() -> None:
     raw = read_recipes(RECIPES)[LLAMA]
 
     def verdict(**more: Any) -> Verdict:

@@ -241,7 +241,7 @@ def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) ->
     assert not accepts(refuse, settings, choose("zb-v"), ScheduleOptions(steps_overlap=True))
 
 
-def test_sequences_are_divided_beside_all_of_ours() -> None:
+def test_context_parallelism_goes_with_our_features() -> None:
     """A split vocabulary, offload and post-validation accept context parallelism. They used to
     refuse it because it was untried."""
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -277,7 +277,7 @@ def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"fp8": "hybrid"}])
-def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> None:
+def test_offload_refuses_what_is_untried(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))

@@ -84,7 +84,7 @@ def test_replicas_that_share_experts_are_said(tmp_path: Path) -> None:
     assert seconds(2) > 1.02 * seconds(1)
 
 
-def test_a_launch_whose_microbatches_are_equal_is_told_why(tmp_path: Path) -> None:
+def test_a_launch_with_equal_microbatches_says_why_nothing_is_arranged(tmp_path: Path) -> None:
     file = lengths(tmp_path, 4, 16, 16384)
     told = planned(file, dataloader_inter_document_masking=None)
     assert re.search(r"unequal:   nothing is arranged, which may save \d.\d%: --pipeline-", told)

@@ -36,7 +36,7 @@ def weight() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(1))
 
 
-def test_in_w_one_gather_is_under_way_beside_each_product() -> None:
+def test_in_w_one_gather_runs_during_each_product() -> None:
     """In W the gather of a layer's input runs during the product of the layer that W computes
     before it. Row-parallel layers (r) gather nothing, column-parallel ones (c) do; the first
     product hides the first gather."""

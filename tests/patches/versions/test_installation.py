@@ -92,7 +92,7 @@ def test_it_is_refused_when_a_reference_cannot_be_replaced() -> None:
     megatron_ext.install(schedule="1f1b").undo()
 
 
-def test_what_nobody_can_reach_any_more_refuses_nothing() -> None:
+def test_unreachable_objects_do_not_prevent_an_installation() -> None:
     """Objects that only a garbage cycle refers to do not prevent an installation. Caught exceptions
     of one test used to keep such objects alive, so the ranks of the next test file did not start
     while the garbage collector was off."""
@@ -175,7 +175,7 @@ def test_a_megatron_that_lacks_what_patches_import_is_refused(
     assert states["flags"] == "does not fit" and states["schedule"] == "fits"
 
 
-def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor` reports the Megatron that is imported. It used to report the version of an installed
     wheel although a checkout of another version came first on the path."""
     monkeypatch.setattr(megatron.core, "__version__", "9.9.9+0a1b2c3")
@@ -183,7 +183,7 @@ def test_doctor_tells_the_megatron_that_is_imported(monkeypatch: pytest.MonkeyPa
     assert reported == f"9.9.9 ({Path(megatron.core.__file__).parent})"
 
 
-def test_a_flag_that_nobody_knows_is_refused_with_the_one_that_was_meant(
+def test_an_unknown_flag_is_refused_with_the_one_that_was_meant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from megatron.training import arguments

@@ -122,7 +122,7 @@ def test_packages_are_those_by_which_stand_ins_were_written(package: str, versio
     assert not changes(package, version, folder_of(package, version))
 
 
-def test_a_change_is_told_with_the_stand_in(
+def test_a_change_is_reported_with_the_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in, function = "tests/helpers/verl_actor.py:Workers", "verl/workers.py:Group.split"

@@ -377,7 +377,7 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
 
 
 @pytest.mark.real_time
-def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
+def test_an_error_between_the_passes_ends_the_other_ranks() -> None:
     """If one rank raises an error between its passes (Megatron's at the end of a step, or for lack
     of host memory), the other ranks end too. Only errors within passes used to be reported to the
     other ranks: if the caller of the failed rank went on, the other ranks waited for ever."""

@@ -232,7 +232,7 @@ def fault_in_ranks(fault: Fault) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("precision", [{}, {"fp16": True, "initial_loss_scale": 1024}], ids=str)
-def test_a_loss_that_is_not_a_number_and_nobody_checks(precision: dict[str, object]) -> None:
+def test_a_loss_that_is_not_a_number_without_the_check(precision: dict[str, object]) -> None:
     """Without Megatron's check of the loss, a NaN loss has NaN gradients. As in stock, the
     optimizer applies these gradients, or in fp16 skips the iteration."""
     flags: dict[str, object] = {"no_check_for_nan_in_loss_and_grad": True, **precision}

@@ -380,7 +380,7 @@ class DeadStore:
         return answer
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "LEAVE_SECONDS", 0.2)
     store = DeadStore()
     words = failure_report.FailureReport(store, "key")  # type: ignore[arg-type]

@@ -311,7 +311,7 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
 
 
 @pytest.mark.parametrize("broken", [nothing, *broken_stderr.WAYS])
-def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
+def test_without_a_thread_a_line_is_written_unless_that_blocks(
     broken: Callable[[], None],
 ) -> None:
     """If no further thread can be started, the watchdog still writes its line, unless the write
@@ -435,7 +435,7 @@ def take_sigterm_and_be_soon_stuck() -> None:
     ],
     ids=["taken before the watchdog starts", "taken after"],
 )
-def test_somebody_elses_sigterm_handler_is_left_alone(script: Script, step: Step) -> None:
+def test_a_sigterm_handler_of_other_code_is_left_alone(script: Script, step: Step) -> None:
     """The watchdog leaves SIGTERM to a handler that is set already, or set later, such as
     Megatron's --exit-signal-handler, which saves a checkpoint at the end of the step."""
     with running_ranks(RANKS, step, script) as running:

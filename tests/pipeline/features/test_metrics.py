@@ -228,7 +228,7 @@ def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
 
 
 @pytest.mark.real_time
-def test_nobody_waits_for_the_others_numbers() -> None:
+def test_no_rank_waits_for_the_numbers_of_others() -> None:
     (seconds, has_come, rows), (_, _, others) = values(run_ranks(2, exchanged))
     assert seconds < SLEEP / 2 and not has_come
     assert rows == others == [[0.0, 2.0**52], [1.0, 2.0**52 + 1]]

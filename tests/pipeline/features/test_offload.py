@@ -235,7 +235,7 @@ def test_a_tensor_saved_often_and_in_parts_travels_once() -> None:
     assert torch.equal(x.grad, (4 + 2 * ones) * torch.arange(8.0))
 
 
-def test_what_somebody_else_refers_to_stays() -> None:
+def test_what_other_code_refers_to_stays() -> None:
     """Tensors that other code refers to stay on the device under offload: a parameter, a cache, an
     output that is being sent, a view that a layer keeps."""
     leaving = Leaving(*AWAY)
@@ -290,7 +290,7 @@ def test_an_empty_storage_and_a_foreign_one_stay() -> None:
     del y
 
 
-def test_what_nobody_needs_any_more_does_not_leave() -> None:
+def test_what_no_pass_needs_any_more_is_not_offloaded() -> None:
     """Saved tensors that no pass needs any more are not offloaded. Megatron's auxiliary loss drops
     the values of topk, whose autograd node has saved the indices. These indices used to be copied
     back from the host, into memory that the next F could have used."""
@@ -333,7 +333,7 @@ class TwoStreams(DirectCopies):
         return self.current
 
 
-def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_knows_the_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator knows all streams that read an offloaded tensor (`record_stream`). Megatron's
     shared experts run on a stream of their own and read memory that RELOAD had allocated on the
     main stream: that memory used to return to the main stream's pool too early. Memory that a copy

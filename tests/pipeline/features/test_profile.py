@@ -229,7 +229,7 @@ def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
     assert "estimated" not in costs.origin
 
 
-def test_layers_of_two_types_are_told_apart(
+def test_layers_of_two_types_get_separate_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured costs separate two types of layers if stages mix them in different proportions. The
@@ -320,7 +320,9 @@ def test_a_training_too_short_to_compare_says_so(
     assert "nothing to compare with the prediction" in out and why in out
 
 
-def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_own_writers_get_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(WRITERS.replace("{script!r}", repr(str(SCRIPT))))
     monkeypatch.setenv("WRITTEN", str(tmp_path))
@@ -603,7 +605,9 @@ def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
-def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_counts_the_same_bytes(
+    again: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The byte count by an allocator, as on a GPU, gives the expected tensors of a known model, ``y
     = tanh(x) W^T + b`` with a loss. Live storages stand in for the allocator. If a pass is
     recomputed, its second run counts."""

@@ -108,7 +108,7 @@ def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) 
     assert min(step.parts.of_layer["depth"]) > 0
 
 
-def test_what_has_no_pipeline_is_told_in_one_line(
+def test_a_run_without_a_pipeline_says_in_one_line_that_nothing_is_traced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(1, model_flags(train_iters=2, pipeline_trace=tmp_path, pipeline_trace_iters="1:3"))

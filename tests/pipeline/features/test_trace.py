@@ -176,7 +176,9 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-def test_megatrons_own_writers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_own_writers_get_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Metrics of a traced run go to Megatron's own writers, here stand-ins for TensorBoard and W&B,
     on the rank where Megatron has them."""
     script = tmp_path / "script.py"

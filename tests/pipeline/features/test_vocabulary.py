@@ -366,7 +366,7 @@ def throw_once_rank_1_waits() -> None:
     throw()
 
 
-def test_a_rank_that_is_not_cut_off_is_told(script: Script) -> None:
+def test_a_rank_that_is_not_cut_off_hears_of_the_failure(script: Script) -> None:
     step = Step({"0S0": throw_once_rank_1_waits, "1S0": wait_for_ever}, listens_every=0.1)
     with running_ranks(3, step, script) as running:
         results = running.wait()

@@ -341,7 +341,7 @@ def test_megatrons_own_script() -> None:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_it_goes_with(more: Flags) -> None:
+def test_a_split_vocabulary_goes_with_recompute_scaling_experts_and_bare_ends(more: Flags) -> None:
     """A split vocabulary trains as stock together with full recompute, loss scaling, experts, and
     stages that have only the embedding or only the output layer."""
     layout = more.pop("pipeline_model_parallel_layout", None)

@@ -392,7 +392,7 @@ def test_an_output_that_goes_before_it_has_left(
     assert "0SEND_F0 " in error and f"{finding} before its wait" in error
 
 
-def test_a_tensor_that_nobody_keeps_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_is_freed_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transport that keeps no reference to a tensor until it is sent is found. The tensor is a
     contiguous copy that the transport made, so no other owner keeps its memory."""
     send = Transport.send
@@ -412,7 +412,7 @@ def test_a_tensor_that_nobody_keeps_while_it_is_sent(monkeypatch: pytest.MonkeyP
     assert "the memory of 0SEND_F0 was given back before its wait" in error
 
 
-def test_a_send_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transport, "wait_sent", lambda transport, send: None)
     program = program_for(choose("1f1b"), 2, 2)
 
@@ -424,7 +424,7 @@ def test_a_send_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nobody has waited for 1SEND_B0, 1SEND_B1" in last
 
 
-def test_copies_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALL", 0)
     monkeypatch.setattr(offload, "_wait", lambda action, transfer: None)
     program = program_for(choose("1f1b"), 2, 4, offload=Offload.FULL)

@@ -298,7 +298,7 @@ def test_a_step_lets_go_of_its_stages(p2p: P2P) -> None:
     values(run_ranks(2, run))
 
 
-def test_a_kind_that_nobody_runs_is_not_passed_over() -> None:
+def test_a_kind_without_a_handler_is_an_error() -> None:
     program = program_for(choose("gpipe"), 1, 1)
     with pytest.raises(AssertionError, match="nobody runs 0F0"):
         _Execution(program, 0, {}, Recorder(0), []).run()

@@ -48,7 +48,7 @@ def test_every_contender_takes_at_least_its_ideal_time(capsys: Output) -> None:
     assert all(microseconds > 1 for microseconds in report["autograd_microseconds"])
 
 
-def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not(capsys: Output) -> None:
+def test_split_and_whole_vocabularies_are_both_measured(capsys: Output) -> None:
     """The benchmark has a row for a vocabulary split over the ranks next to one for a whole
     vocabulary. The output layer, which takes as long as the stages of a rank, is on one of two
     ranks, or half of it on each."""

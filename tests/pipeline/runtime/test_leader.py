@@ -216,7 +216,7 @@ def comparing_programs(store: Any) -> None:
         (comparing_programs, "compare_set", "global rank 1 was to compare its program"),
     ],
 )
-def test_so_is_one_that_is_lost_at_other_work(
+def test_a_store_that_is_lost_at_other_work_is_called_lost(
     use: Callable[[Any], None], call: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []

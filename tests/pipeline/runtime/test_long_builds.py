@@ -70,7 +70,7 @@ def test_a_step_says_that_it_builds(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_global_rank_0_tells_for_all(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_global_rank_0_reports_for_all(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     with telling_of_long_work(rank), task("searching", seconds=60) as work:
         while rank == 0 and work.elapsed < 0.5:
             pass

@@ -193,7 +193,7 @@ def recorded_reductions(rank: int) -> list[GradientReduction]:
     return recording.read()[1]
 
 
-def test_a_reduction_ends_when_it_is_done_and_not_when_somebody_asks() -> None:
+def test_a_reduction_ends_when_it_is_done_and_not_when_it_is_polled() -> None:
     for rank, (telling, silent) in enumerate(values(run_ranks(2, recorded_reductions))):
         assert (telling.rank, telling.stage, telling.is_exact) == (rank, 3, True)
         assert telling.end - telling.start >= SLEEP

@@ -149,7 +149,7 @@ def test_training_is_stocks_to_the_last_bit(
     ],
 )
 @pytest.mark.usefixtures("graphs")
-def test_beside_graphs_settings_do_what_they_do_without(schedule: str, more: Flags) -> None:
+def test_settings_do_the_same_with_graphs_as_without(schedule: str, more: Flags) -> None:
     """A training with CUDA graphs of layers equals the one without them under further settings:
     batched messages, a split vocabulary, recompute. With a split vocabulary, a gradient that is
     sent is also used by passes of the vocabulary."""

@@ -201,7 +201,9 @@ def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
     ("model", "ours"),
     [pytest.param(model, ours, id=f"{model}, {where}") for model, where, ours in SEPARATED_CASES],
 )
-def test_apart_from_the_loss_it_is_stock_to_the_last_bit(model: str, ours: Flags) -> None:
+def test_prediction_on_another_stage_than_the_loss_is_stock_to_the_last_bit(
+    model: str, ours: Flags
+) -> None:
     """Multi-token prediction on another stage than the loss equals stock to the last bit. Our
     schedules used to refuse this, because Megatron then sends the shape of each message first."""
     training, ours = separated(model, ours)
@@ -269,7 +271,7 @@ PARALLEL: dict[str, Flags] = {
         for schedule in ("zb-h1", "interleaved-zb", "zb-v")
     ],
 )
-def test_parallel_besides(setting: str, schedule: str) -> None:
+def test_multi_token_prediction_with_other_parallelism(setting: str, schedule: str) -> None:
     parallel = replace(STARTED.but(**PARALLEL[setting]), ranks=4)
     parallel.resume_as_stock(pipeline_schedule=schedule)
 

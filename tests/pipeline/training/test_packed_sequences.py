@@ -193,7 +193,9 @@ PARALLEL: dict[str, Flags] = {
         for setting, schedule in itertools.product(PARALLEL, ("zb-h1", "interleaved-zb", "zb-v"))
     ],
 )
-def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
+def test_packed_sequences_with_other_parallelism(
+    setting: str, schedule: str, tmp_path: Path
+) -> None:
     """Packed sequences train together with tensor, expert or data parallelism, or with offload.
     In a tensor-parallel group only the first rank reads data, and passes them on to the other
     ranks."""

@@ -195,7 +195,7 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
 
 @nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
 @pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
-def test_the_model_of_streams_tells_what_would_go_wrong(otherwise: str, tmp_path: Path) -> None:
+def test_the_model_of_streams_finds_a_wrong_order(otherwise: str, tmp_path: Path) -> None:
     """The model of device streams finds a wrong order of collectives. Megatron-LM's issue 1810
     suspects one event that orders two streams. One event for each plan on two streams gives no
     wrong order. One event for all plans gives none either, but then nothing overlaps, as each node

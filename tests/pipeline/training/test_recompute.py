@@ -119,7 +119,7 @@ def test_it_is_stock_to_the_last_bit(
     ],
     ids=str,
 )
-def test_beside_our_own_settings(more: Flags) -> None:
+def test_recompute_with_another_setting_of_ours(more: Flags) -> None:
     """Recompute combined with another setting of ours (offload, a split vocabulary, batched
     messages, a memory limit) trains as the same schedule without recompute."""
     beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}

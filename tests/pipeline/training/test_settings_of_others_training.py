@@ -41,7 +41,7 @@ def test_deferred_weight_gradients_of_the_embedding(schedule: str) -> None:
 @nightly("test_handled_settings.py: the setting is off")
 @pytest.mark.covers("A", ("line", "loop", "v"), overlap_dispatch_backward_with_experts_wgrad=True)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
-def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> None:
+def test_weight_gradients_of_experts_during_their_dispatch(schedule: str) -> None:
     common: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "train_iters": 3,

@@ -266,7 +266,7 @@ def test_a_mistake_exits_2_and_says_why(words: tuple[str, ...], text: str) -> No
     assert text in run(*words, code=2)
 
 
-def test_doctor_with_no_flag_of_ours_tells_whether_all_patches_fit() -> None:
+def test_doctor_with_no_flag_of_ours_says_whether_all_patches_fit() -> None:
     report = json.loads(run("doctor", "--json"))
     assert report["environment"]["megatron-core"].startswith("0.19")
     assert report["patches"] and {patch["state"] for patch in report["patches"]} == {"fits"}

@@ -52,7 +52,7 @@ def test_short_work_is_not_heard_of() -> None:
     assert not heard
 
 
-def test_nobody_listens_nothing_runs() -> None:
+def test_without_a_listener_nothing_runs() -> None:
     threads = threading.active_count()
     with task("searching", 10) as work:
         work.done += 1

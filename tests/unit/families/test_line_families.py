@@ -113,7 +113,7 @@ def test_published_bubbles(name, p, m, costs, share) -> None:
 
 @pytest.mark.parametrize("name", ["zb-2p", "zb-2p:paper_count=true"])
 @pytest.mark.parametrize("limit", [None, "100"])
-def test_zb_2p_keeps_to_2p_unless_told_to_count_as_the_paper(name: str, limit: str | None) -> None:
+def test_zb_2p_keeps_to_2p_unless_it_counts_as_the_paper(name: str, limit: str | None) -> None:
     exceeds = peak(ran(name, line_problem(6, 15, *SMALL, limit=limit))) > 12
     assert exceeds == (limit is None and "paper" in name)
 

@@ -161,7 +161,7 @@ def test_the_marks_on_the_page_are_the_registrys() -> None:
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "choosing-a-schedule.md"])
-def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
+def test_what_a_newcomer_is_advised_to_write_is_stable(page: Path) -> None:
     rows = page.read_text().partition("| memory | write |")[2].partition("\n\n")[0]
     names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
     assert {"v-auto", "zb-h1"} <= set(names)

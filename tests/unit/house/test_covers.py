@@ -120,7 +120,7 @@ def test_layouts_with_stages_without_layers_are_others(layout: str, text: str) -
         ("([1]*40)", False),
     ],
 )
-def test_dense_layers_beside_experts(layers: Any, are_mixed: bool) -> None:
+def test_dense_layers_among_experts(layers: Any, are_mixed: bool) -> None:
     assert bool(features({"moe_layer_freq": layers})) == are_mixed
 
 

@@ -94,7 +94,7 @@ def test_public_functions_are_found(text: str, names: list[str]) -> None:
     assert functions(text) == names
 
 
-def test_a_name_that_is_repeated_more_or_less_often_than_listed_is_told() -> None:
+def test_a_name_that_is_repeated_more_or_less_often_than_listed_is_reported() -> None:
     found = repeated(["judge", "judge", "read", "read", "read", "once", "mend"])
     told = differences(found, {"read": 2, "mend": 2, "gone": 2})
     assert [line.split(":")[0] for line in told] == ["gone", "judge", "mend", "read"]

@@ -74,7 +74,7 @@ def test_actions_are_pinned_by_commit_and_each_by_one() -> None:
     assert pins and not [action for action, commits in pins.items() if len(commits) > 1]
 
 
-def test_a_runner_of_our_own_is_asked_for_only_where_there_is_one() -> None:
+def test_a_runner_of_our_own_is_requested_only_where_there_is_one() -> None:
     """A workflow requests a self-hosted runner only in a repository that has one (HAS_GPU_RUNNER).
     In clones the job used to wait a day for a runner, and failed."""
     for file in WORKFLOWS:

@@ -489,7 +489,7 @@ def test_digest_of_a_method_with_text_at_the_margin(make_module: MakeModule) -> 
     assert len(source_digest(module.A.f)) == 12
 
 
-def test_resolve_tells_what_is_stored(theirs: Any) -> None:
+def test_resolve_says_what_is_stored(theirs: Any) -> None:
     target = resolve("fake_theirs:Layer.make")
     assert target.owner is theirs.Layer
     assert target.original is vars(theirs.Layer)["make"].__func__
@@ -498,7 +498,7 @@ def test_resolve_tells_what_is_stored(theirs: Any) -> None:
     assert resolve("fake_theirs:train").in_module
 
 
-def test_versions_of_digests_are_told_once_and_in_order() -> None:
+def test_versions_of_digests_are_listed_once_and_in_order() -> None:
     """Versions of Megatron are listed once and in order. A commit of Megatron's main, which some
     callers pin, is listed after the release before it."""
     known = {"0.20@2a75ac1": "b", "0.9, 0.18": "a", "0.20": "c"}

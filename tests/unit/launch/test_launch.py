@@ -112,7 +112,7 @@ def test_a_batch_script_is_one_process() -> None:
         ({"SLURM_STEP_NODELIST": "r[1-2]n[3-4]"}, "is not understood: set MASTER_ADDR"),
     ],
 )
-def test_a_slurm_that_tells_too_little(
+def test_slurm_variables_that_are_missing_or_wrong(
     changed: dict[str, str | None],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -461,7 +461,7 @@ def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_iterations_that_nobody_can_trace(settings: dict[str, Any], text: str) -> None:
+def test_iterations_that_cannot_be_traced(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         PipelineConfig.parse(**settings)
 

@@ -10,7 +10,7 @@ from megatron_ext.schedule.slices import Lengths, Slices
 from megatron_ext.written_settings import from_argv, from_environment
 
 
-def test_both_are_one_extra() -> None:
+def test_flags_of_slices_make_one_option() -> None:
     line = "--pipeline-schedule zb-h1 --pipeline-slices 3 --pipeline-slice-lengths 8,5,3"
     assert from_argv(line.split()).options.slices == Slices(3, (8, 5, 3))
     config = PipelineConfig.parse(schedule="1f1b", slices="4", slice_lengths="balanced")

@@ -48,14 +48,14 @@ NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)
 # ---- least squares
 
 
-def test_parts_that_sums_tell_apart_are_found() -> None:
+def test_parts_that_sums_separate_are_found() -> None:
     expected = np.array([[4.0, 0, 0], [2, 3, 0], [0, 6, 0], [0, 5, 1]])
     fit = fit_scales(expected, expected @ [1.5, 2.0, 0.8])
     assert fit.scales == pytest.approx((1.5, 2.0, 0.8))
     assert not fit.alike
 
 
-def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
+def test_parts_that_no_sum_separates_keep_their_proportions() -> None:
     """Parts whose times no measured sum separates keep their estimated proportions to each other,
     even if other parts are separated."""
     expected = np.array([[4.0, 1, 0], [4, 1, 2], [8, 2, 3]])
@@ -64,7 +64,7 @@ def test_parts_that_no_sum_tells_apart_keep_their_proportions() -> None:
     assert fit.alike == ((0, 1),)
 
 
-def test_of_parts_that_are_partly_told_apart_sums_are_kept() -> None:
+def test_parts_that_are_partly_separated_add_up_to_the_measured_sums() -> None:
     """The scaled parts add up to the measured sums, even if the sums do not determine every part.
     Two stages have equal layers, the first an embedding and the last an output layer, so two sums
     are measured of three parts."""
@@ -138,7 +138,7 @@ def in_file(costs: Costs, layers: LayerCosts | None, machine: Machine, folder: P
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
-def test_layers_that_were_measured_in_one_layout_tell_of_another(
+def test_layers_that_were_measured_in_one_layout_predict_another(
     is_divided: bool, tmp_path: Path
 ) -> None:
     counts, others = [2, 1, 2, 2, 1, 1, 2, 1], [4, 5, 3]

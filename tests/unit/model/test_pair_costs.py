@@ -54,7 +54,7 @@ def test_a_pair_takes_no_less_than_its_messages() -> None:
     assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0
 
 
-def test_layers_of_f_run_beside_those_of_the_backward_pass_from_the_last_one() -> None:
+def test_layers_of_f_overlap_with_those_of_the_backward_pass_from_the_last_one() -> None:
     moe, dense = "*E", "*-"
     stages = [Stage((dense, moe)), Stage((moe, dense)), Stage((moe,)), Stage((dense, dense))]
     of_model = model((dense, moe))

@@ -61,7 +61,7 @@ SPECS = (
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("spec", SPECS)
-def test_ranks_that_share_no_clock_tell_the_makespan(spec: str, ranks: int) -> None:
+def test_ranks_that_share_no_clock_give_the_makespan(spec: str, ranks: int) -> None:
     """The makespan follows from ranks without a common clock, because a rank's first pass and its
     last I wait for messages of neighbours."""
     program = program_of(spec, ranks, 3 * ranks)
@@ -83,7 +83,7 @@ def test_steps_that_overlap_take_their_span() -> None:
     assert "of the span" in measured.line(1, 2)
 
 
-def test_what_is_told_comes_back_from_its_numbers() -> None:
+def test_reported_sums_are_read_back_from_their_numbers() -> None:
     """The sums that a rank reports can be sent as plain numbers and read back, for a rank with
     fewer stages than another too, and for one without any step."""
     sums = RankSums(2, 3.0, 4.0, (0.5, 1.0, 2.0, 3.0), 5 * GIB, 6 * GIB)
@@ -194,7 +194,7 @@ def with_bubble(measured: float) -> Metrics:
     return Metrics((0.10, measured), (1.0, 1.0), False, 0, 0.0, None, None)
 
 
-def test_who_leaves_the_prediction_is_told_once() -> None:
+def test_leaving_the_prediction_is_reported_once() -> None:
     departure = Departure()
     near, far = with_bubble(0.149), with_bubble(0.151)
     for _ in range(PATIENCE):

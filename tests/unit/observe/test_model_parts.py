@@ -136,7 +136,7 @@ def test_a_stage_of_ones_own_keeps_its_time() -> None:
         assert costs.seconds[kind] == pytest.approx(figures)
 
 
-def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
+def test_parts_that_passes_do_not_separate_give_a_range() -> None:
     """The prediction has a wide range if measured passes do not separate the parts of the model.
     With another layer type on each stage, the last stage's passes do not separate its layers from
     the output layer, and the estimate's proportions may be wrong."""

@@ -242,7 +242,7 @@ def test_what_fits_is_not_cut() -> None:
         ([5], 9, [5]),
     ],
 )
-def test_what_one_does_not_need_is_the_others(
+def test_space_that_one_run_does_not_need_goes_to_the_others(
     passes: list[int], room: int, granted: list[int]
 ) -> None:
     assert shares(passes, room) == granted

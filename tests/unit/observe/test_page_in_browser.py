@@ -123,7 +123,7 @@ def test_figures_are_text(told: dict[str, Any]) -> None:
         assert f"{run.figures.makespan:g}" in told["text"]
 
 
-def test_a_pass_tells_what_it_waited_for(told: dict[str, Any]) -> None:
+def test_a_pass_shows_what_it_waited_for(told: dict[str, Any]) -> None:
     run = runs()[1]
     box, said = told["hovered"]["box"], " ".join(told["hovered"]["tip"])
     assert said.startswith(label(run.boxes[box]))

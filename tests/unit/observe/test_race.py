@@ -187,7 +187,7 @@ def test_quartiles_leave_an_outlier_out() -> None:
     assert (ratio.lower, ratio.median, ratio.upper) == pytest.approx((1.1, 1.11, 1.12))
 
 
-def test_nobody_is_left() -> None:
+def test_no_candidate_is_left() -> None:
     race = Race("a", ["b"])
     race.drop("b", "it needs more memory")
     assert race.is_over and race.winner == "a" and race.best is None
@@ -326,7 +326,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
         assert "1.291 times as fast is noise" in doubt and "race again" in doubt
 
 
-def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
+def test_a_race_without_a_winner_is_not_doubted() -> None:
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": 2.0})
     assert race_texts.doubt_of_winner(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None

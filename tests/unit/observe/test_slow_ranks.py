@@ -91,7 +91,7 @@ def test_a_slow_replica_is_not_a_slow_stage() -> None:
     assert "a slow replica, which no layout helps" in text and "--rank-speeds" not in text
 
 
-def test_it_is_told_once_and_only_after_long() -> None:
+def test_a_slow_rank_is_reported_once_and_only_after_long() -> None:
     ranks, own = SlowRanks(), PipelineTimes(3, busy(0))
     ratios = [seconds / 240.0 for seconds in own.busy]
     seen = [ranks.see(ratios, PREDICTED, PATIENCE // 2, own, []) for _ in range(4)]
@@ -103,7 +103,7 @@ def test_it_is_told_once_and_only_after_long() -> None:
         assert ranks.see([1.0] * 4, PREDICTED, 1, healthy, []) is None
 
 
-def test_a_trace_tells_the_speeds(tmp_path: Path) -> None:
+def test_a_trace_gives_the_speeds(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / NAME)
     slow = step((1.0, 0.5, 1.0, 1.0))
     for iteration in (7, 8):

@@ -320,7 +320,7 @@ def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> N
     assert len(names) >= 3
 
 
-def test_the_command_tells_of_the_median_step(tmp_path: Path) -> None:
+def test_the_command_explains_the_median_step(tmp_path: Path) -> None:
     written(tmp_path)
     folder = str(tmp_path / "new")
     report = json.loads(CliRunner().invoke(app, ["trace", folder, "--json"]).stdout)

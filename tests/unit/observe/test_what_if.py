@@ -125,7 +125,7 @@ def test_a_step_of_two_chunks_a_rank() -> None:
     assert tried["interleaved:vpp=2"].peak < told.stock.peak
 
 
-def test_searches_are_told_of_without_their_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searching_families_are_predicted_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best, "search", None)  # a search would fail
     told = what_if(costs_of(seen("interleaved:vpp=2", 2, 6)))
     assert {"v-auto", "wave-auto", "loop-auto:vpp=2"} <= {

@@ -204,7 +204,7 @@ def test_a_run_that_fails(machine: Machine, reason: str) -> None:
     "after",
     ["", "megatron_ext: error on node2: the same\n", "[rank0]: Traceback (most recent\n", TORCHRUN],
 )
-def test_a_reason_of_several_lines_is_told_whole(machine: Machine, after: str) -> None:
+def test_a_reason_of_several_lines_is_printed_whole(machine: Machine, after: str) -> None:
     reason = (
         "megatron_ext: error: the ranks of this job differ:\n"
         "  torch: 2.9 on global rank 0 (node1); 2.8 on global rank 1 (node2)\n"

@@ -279,7 +279,7 @@ def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
     assert found.fullest <= room and found.seconds < 1.1 * whole.seconds
 
 
-def test_a_short_step_tells_of_a_long_one() -> None:
+def test_a_long_step_is_extrapolated_from_a_short_one() -> None:
     """The time of a long step is extrapolated from a simulated step of four microbatches a rank, by
     the slowest rank, and is right to 1 %."""
     training = work(microbatches=130)
@@ -355,7 +355,7 @@ def test_all_are_within_the_bound() -> None:
     assert all(result.fullest <= fullest for result in made.others.values())
 
 
-def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
+def test_refused_schedules_are_not_recommended_and_their_gain_is_named() -> None:
     def permits(spec: str, method: object) -> None:
         if spec not in ("1f1b", "interleaved:vpp=2"):
             raise ValueError("it does not go with something")

@@ -572,7 +572,7 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
     }
 
 
-def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
+def test_too_many_slices_are_refused_before_anything_is_built(training: Training) -> None:
     """Schedules with very many slices in a step are refused before they are built, with a reason
     that says how many there are."""
     many = replace(training, microbatches=2000)

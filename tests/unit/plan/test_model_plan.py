@@ -248,7 +248,7 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
     assert "requires one stage on each rank" in made.refusals["interleaved-zb", VocabMethod.TWO]
 
 
-def test_stable_schedules_are_recommended_and_others_apart() -> None:
+def test_stable_schedules_are_recommended_before_experimental_ones() -> None:
     """A plan recommends stable schedules; an experimental one is recommended only if no other fits.
     A schedule that hardly anyone had trained with used to be chosen for a small gain."""
     made = plan()

@@ -129,7 +129,7 @@ def test_equal_memory_does_not_cost_time() -> None:
     assert verdict_of(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
 
-def test_equally_lean_schedules_are_told_apart_by_their_settings() -> None:
+def test_equally_lean_schedules_are_ranked_by_their_settings() -> None:
     """If several alternatives have equal time and memory, the verdict recommends the one with the
     fewest settings.
 
@@ -225,7 +225,7 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     )
 
 
-def test_a_change_of_less_than_two_percent_is_not_told_to_be_written() -> None:
+def test_a_change_of_less_than_two_percent_is_not_recommended() -> None:
     """A change of less than two percent is not recommended.
 
     For Qwen3-235B on 256 H100, the plan used to recommend a change that gained 0.4 % and took 17.6

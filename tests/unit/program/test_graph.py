@@ -68,7 +68,7 @@ def test_the_order_of_the_proof_is_one_on_every_device(seed: int) -> None:
 
 @settings(PROPERTY, max_examples=50)
 @given(seeds)
-def test_waits_stand_where_what_must_have_ended_tells(seed: int) -> None:
+def test_waits_stand_where_other_actions_show_that_the_message_has_ended(seed: int) -> None:
     case, problem = async_case(seed)
     schedule = without_waits(case.schedule, problem)
     assert waited_for(await_sends(schedule, problem)) == as_soon_as_known(schedule)
@@ -76,7 +76,7 @@ def test_waits_stand_where_what_must_have_ended_tells(seed: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [VocabularyParallel.ONE, VocabularyParallel.TWO])
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
-def test_waits_for_collectives_do_too(name: str, vocabulary: VocabularyParallel) -> None:
+def test_waits_for_collectives_stand_as_early(name: str, vocabulary: VocabularyParallel) -> None:
     placement = choose(name).place(3)
     options = ScheduleOptions(vocab_parallel=vocabulary)
     made = program(name, Problem(placement, 6, uniform(placement, 10, 12, 8, 1), options=options))

@@ -151,7 +151,7 @@ def test_what_is_no_noise_is_refused(text: str, said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_simulate_tells_of_noise() -> None:
+def test_simulate_reports_noise() -> None:
     words = ("simulate", "zb-h1", "--pp", "4", "-m", "8", "--costs", COSTS)
     assert "noise" not in json.loads(run(*words, "--json"))
     made = json.loads(run(*words, "--noise", "0.1,ranks=0.05", "--json"))

@@ -306,7 +306,7 @@ def test_summary() -> None:
     )
 
 
-def test_summary_tells_what_leaves_for_the_host() -> None:
+def test_summary_says_what_is_offloaded() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
     text = summarize(
@@ -320,7 +320,7 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
     ) in text
 
 
-def test_summary_tells_how_many_run_in_pairs() -> None:
+def test_summary_says_how_many_passes_overlap() -> None:
     placement = Placement("v", (1, 0, 0, 1))
     problem = Problem(placement, 8, uniform(placement, 1, 1, 1)).with_options(pairs=True)
     made = program("zb-v", problem)

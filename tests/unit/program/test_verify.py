@@ -351,7 +351,7 @@ def test_a_program_cannot_be_given_another_schedule() -> None:
         proved.schedule = on_line(SPLIT)  # type: ignore[misc]
 
 
-def test_digest_tells_programs_apart() -> None:
+def test_different_programs_have_different_digests() -> None:
     proved = prove(on_line(FUSED), PROBLEM)
     assert prove(on_line(FUSED), PROBLEM).digest == proved.digest
     assert copy.deepcopy(proved).digest == proved.digest
@@ -370,7 +370,7 @@ def test_digest_tells_programs_apart() -> None:
     assert len(digests) == 1 + len(others)
 
 
-def test_digest_tells_placements_apart() -> None:
+def test_different_placements_have_different_digests() -> None:
     first, other = Placement("x", (0, 0, 1, 1)), Placement("x", (0, 1, 1, 0))
     costs = random_costs(Random(0), first)
     digests = set()

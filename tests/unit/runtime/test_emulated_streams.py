@@ -73,7 +73,7 @@ def test_a_write_that_does_not_wait_for_a_read(cuda: Emulated) -> None:
     assert "which reads the same memory on stream 1" in found
 
 
-def test_parts_of_one_storage_are_told_apart(cuda: Emulated) -> None:
+def test_parts_of_one_storage_are_distinguished(cuda: Emulated) -> None:
     side = cuda.Stream()
     x = torch.empty(4)
     side.wait_stream(cuda.main)
@@ -121,7 +121,7 @@ def test_the_host_waits_for_a_number(cuda: Emulated) -> None:
     assert not cuda.found
 
 
-def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
+def test_an_event_that_was_never_recorded(cuda: Emulated) -> None:
     cuda.Event().wait()
     (found,) = cuda.found
     assert found.startswith("an event is waited for before it is recorded, in no pass")
@@ -295,7 +295,7 @@ def test_two_gradients_are_added_where_they_are_taken(cuda: Emulated) -> None:
     assert cuda.device.current == MAIN
 
 
-def test_what_a_node_does_beside_its_stream_is_nobodys_wait(cuda: Emulated) -> None:
+def test_no_stream_waits_for_what_a_node_does_on_another(cuda: Emulated) -> None:
     """If a backward function switches to another stream by itself, no stream waits for that work,
     as autograd does not know of it."""
     side = cuda.Stream()

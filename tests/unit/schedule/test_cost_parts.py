@@ -105,7 +105,7 @@ def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
             yield from _defaults(value, f"{name}.{entry.name}")
 
 
-def test_every_field_is_told() -> None:
+def test_full_costs_set_every_field() -> None:
     """`FULL`, the costs of these tests, sets every field. Otherwise the tests would not cover a new
     field."""
     assert not list(_defaults(FULL))

@@ -417,7 +417,7 @@ def test_messages_hold_nothing() -> None:
 # --- costs that depend on the next action
 
 
-def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
+def test_a_w_right_behind_its_i_saves_what_b_saves() -> None:
     costs = uniform(line(1), 1, 2, 2).with_passes(fused_backward_saving=(0.5,))
     problem = Problem(line(1), 2, costs)
     ends = {
@@ -532,7 +532,7 @@ def test_unknown_schedule() -> None:
         ("vauto:x=1", "v-auto"),
     ],
 )
-def test_a_misspelt_schedule_is_told_its_name(name: str, meant: str) -> None:
+def test_the_error_for_a_misspelt_schedule_names_the_right_one(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=rf"; did you mean {meant}\? Known are gpipe"):
         choose(name)
 
@@ -546,7 +546,9 @@ def test_a_misspelt_schedule_is_told_its_name(name: str, meant: str) -> None:
     ],
     ids=["flag", "variable", "install"],
 )
-def test_a_misspelt_schedule_is_told_wherever_it_is_named(choose_it: Callable[[], object]) -> None:
+def test_the_right_schedule_is_named_wherever_it_is_misspelt(
+    choose_it: Callable[[], object],
+) -> None:
     with pytest.raises(ValueError, match=r"no schedule 'ZB-V'; did you mean zb-v\?"):
         choose_it()
 
@@ -569,12 +571,12 @@ def test_a_limit_that_no_sizes_make_one_is_refused_at_once(choose_it: Callable[[
         choose_it()
 
 
-def test_what_resembles_no_schedule_is_told_all() -> None:
+def test_the_error_for_a_name_like_no_schedule_lists_all() -> None:
     with pytest.raises(ValueError, match="there is no schedule 'fastest'; known are gpipe, 1f1b"):
         choose("fastest")
 
 
-def test_a_misspelt_option_is_told_its_name() -> None:
+def test_the_error_for_a_misspelt_option_names_the_right_one() -> None:
     with pytest.raises(ValueError, match=r"no option 'vp'; did you mean vpp\? Its options are vpp"):
         choose("interleaved:vp=2")
 

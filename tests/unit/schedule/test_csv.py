@@ -211,7 +211,9 @@ def test_a_table_that_this_machine_cannot_hold(
     assert choose(str(path)).has_pairs
 
 
-def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_large_table_prints_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading a large table prints progress. A table of 1.6 million actions used to be read for
     half a minute without a line of output."""
     monkeypatch.setattr(progress, "_LOOKS", 0.001)

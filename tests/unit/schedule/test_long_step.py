@@ -108,7 +108,7 @@ def assert_same(told: Simulated, whole: Simulated, rounding: float = ROUNDING) -
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*GROW, *BY_COSTS)])
-def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
+def test_repeating_part_gives_the_long_step_exactly(name: str) -> None:
     pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
     for told, whole in pairs:
         assert_same(told, whole)
@@ -173,7 +173,9 @@ def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() 
     ],
     ids=["vocabulary", "recompute", "slices"],
 )
-def test_options_beside_the_order_give_the_same_figures(name: str, options: dict[str, Any]) -> None:
+def test_further_options_of_a_schedule_give_the_same_figures(
+    name: str, options: dict[str, Any]
+) -> None:
     pair = both(name, random_problems(name, 1)[0].with_options(**options))
     if pair is not None:
         assert_same(*pair)
@@ -181,7 +183,7 @@ def test_options_beside_the_order_give_the_same_figures(name: str, options: dict
         assert pair is not None and not pair[0].has_all_microbatches
 
 
-def test_schedule_within_a_memory_limit_is_told_too() -> None:
+def test_repeating_part_gives_a_long_step_within_a_memory_limit_too() -> None:
     (problem,) = random_problems("v-half", 1)
     pair = both("v-half", replace(problem, memory_limit=MemoryLimit(microbatches=problem.ranks)))
     assert pair is not None and not pair[0].has_all_microbatches

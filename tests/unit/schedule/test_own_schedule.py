@@ -50,7 +50,7 @@ def test_the_page_has_its_examples() -> None:
     assert list(EXAMPLES) == ["my_schedule.py", "my_split_schedule.py"]
 
 
-def test_the_page_tells_what_a_family_is_given() -> None:
+def test_the_page_names_what_a_family_gets() -> None:
     """The page about own schedules names the attributes that a family gets, and they exist. For
     post-validation, now in `Problem.options`, the page used to name a place where it had been
     before."""

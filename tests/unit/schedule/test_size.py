@@ -14,12 +14,12 @@ from megatron_ext.compile.size import bytes_to_build, problem_size
 from tests.helpers.schedules import line_problem, program
 
 
-def test_a_small_one_is_not_talked_about() -> None:
+def test_a_small_schedule_is_announced_without_time_and_memory() -> None:
     assert problem_size(line_problem(8, 32)) == "8 ranks and 32 microbatches"
     assert problem_size(line_problem(1, 1)) == "1 rank and 1 microbatch"
 
 
-def test_a_large_one_says_what_it_takes() -> None:
+def test_a_large_schedule_is_announced_with_time_and_memory() -> None:
     """A command with a large schedule says how long it takes and how much memory. ``simulate zb-h1
     --pp 512 -m 4096`` used to run for minutes and take gigabytes without a message."""
     told = problem_size(line_problem(512, 4096))

@@ -103,7 +103,9 @@ def test_versions_of_pyenv_are_found_though_none_is_selected(
     assert Path(python).samefile(BASE_PYTHON)
 
 
-def test_uv_is_asked_last_and_fetches_only_when_it_has_none(path: Path, tmp_path: Path) -> None:
+def test_uv_is_tried_last_and_fetches_a_python_only_if_it_has_none(
+    path: Path, tmp_path: Path
+) -> None:
     fetched = tmp_path / "fetched"
     uv = f"""#!/bin/sh
 echo "$@" >>'{tmp_path}/calls'

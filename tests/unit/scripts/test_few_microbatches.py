@@ -51,7 +51,7 @@ def test_the_page_has_the_medians_and_they_have_not_fallen(recipes: list[Recipe]
     assert ratio_of(gains, ADAPTERS) < ratio_of(gains, FULL)
 
 
-def test_a_fallen_median_is_told() -> None:
+def test_a_fallen_median_is_reported() -> None:
     fallen = [replace(GAIN, our_gain=1.2 * LEAST_MEDIAN - 0.01), replace(GAIN, kind=ADAPTERS)]
     assert "the median is 1.06" in str(fallen_median(fallen))
     assert fallen_median([GAIN, *fallen]) is None

@@ -31,7 +31,7 @@ def test_no_file_is_read_once_there_are_enough_tokens(tmp_path: Path) -> None:
         list(documents(files))
 
 
-def test_time_left_is_told_by_the_last_ten_iterations() -> None:
+def test_time_left_is_estimated_from_the_last_ten_iterations() -> None:
     def iterations(seconds: list[float]) -> list[quickstart.Iteration]:
         return [
             quickstart.Iteration(number, 40, took, batch=16, loss=3.0)

@@ -97,7 +97,7 @@ def option(gain: float, schedule: str, is_tight: bool = False) -> Option:
     return Option(schedule, "naive", (4, 4), gain, 6 / gain, 60 * 2**30, is_tight)
 
 
-def test_adapters_are_told_by_the_name() -> None:
+def test_adapters_are_recognised_by_the_name() -> None:
     """Adapters are recognised by the recipe's name.
 
     A recipe with Bridge's default adapters names none of their settings. The script used to plan it

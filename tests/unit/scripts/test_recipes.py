@@ -146,7 +146,7 @@ def test_models_that_recipes_do_not_name() -> None:
     assert own_sizes.model == "its own dimensions" and own_sizes.settings["num_layers"] == 8
 
 
-def test_settings_that_only_megatron_knows_are_asked() -> None:
+def test_settings_that_only_megatron_knows_are_compared_with_its_defaults() -> None:
     raw = {**ALL[LLAMA], "model.qk_clip": True, "train.exit_interval": None, "optimizer.lr": 1e-4}
     recipe = resolve(LLAMA, raw, MODELS, {"qk_clip": False, "lr": 1e-4})
     assert recipe.settings["qk_clip"] is True and "lr" not in recipe.settings

@@ -176,7 +176,7 @@ def test_no_limit_is_that_of_1f1b() -> None:
 # --- the schedule that is taken
 
 
-def test_the_shortest_is_taken_and_the_others_are_told() -> None:
+def test_the_shortest_is_taken_and_the_others_are_listed() -> None:
     problems: dict[str, Problem] = {}
 
     def problem_of(resolved: ResolvedSpec) -> Problem:
@@ -196,7 +196,7 @@ def test_the_shortest_is_taken_and_the_others_are_told() -> None:
     assert "say which" not in taken.why and all(spec in taken.why for spec in problems)
 
 
-def test_where_nothing_can_be_made_the_reasons_are_told() -> None:
+def test_the_reasons_are_given_if_no_schedule_can_be_made() -> None:
     with pytest.raises(ValueError, match=r"made: v-auto, loop.* \(the memory.* limit is 1 micro"):
         take(
             ("v-auto", "loop-auto:vpp=2"),

@@ -241,7 +241,7 @@ def test_it_stays_within_what_the_program_holds_if_there_is_no_limit(
         ("zb-h1", {"steps_overlap": True}),
     ],
 )
-def test_some_programs_have_none(spec: str, options: dict[str, Any]) -> None:
+def test_programs_without_one_for_the_places(spec: str, options: dict[str, Any]) -> None:
     here = program(spec, 4, 8, **options)
     assert program_for_places(here, same_for_all_passes([1.0] * 8)) is None
 

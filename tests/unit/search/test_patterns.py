@@ -219,7 +219,7 @@ def test_as_short_as_brute_force_finds(
         assert shortest(limited, hop, period) == min(within, default=None)
 
 
-def test_none_of_three_ranks_is_shorter() -> None:
+def test_no_pattern_of_three_ranks_is_shorter() -> None:
     """No random pattern of three ranks is shorter than the one that is found. There are too many
     patterns to try them all."""
     random, ranks, places = np.random.default_rng(0), ranks_of([EQUAL] * 3, 99), circles(EQUAL, 6)
@@ -258,7 +258,7 @@ def test_below_half_of_the_ranks_and_one_a_v_idles(
 
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
-def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
+def test_a_longer_period_does_not_help(p: int, limit: float, period: int) -> None:
     """A longer period, with idle time, does not help either. Below p/2 + 1 microbatches of memory
     no pattern has period 34 on 8 ranks, or 32 on 16 ranks, so none has a shorter period."""
     ranks = usual(p, limit)

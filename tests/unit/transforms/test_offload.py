@@ -373,7 +373,7 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
         prove(Schedule("tight", placement, rows_of(text)), problem)
 
 
-def test_without_a_limit_of_its_own_a_family_is_asked_for_all_it_takes() -> None:
+def test_a_family_that_knows_no_limit_is_built_without_one() -> None:
     """With offload, a family that knows no limit is built without one, as the limit is for
     activations that stay on the rank. The schedule gis without offload needs 8 microbatches, and
     this must not be refused."""

@@ -292,7 +292,7 @@ def test_who_keeps_pairs_has_most_forward_passes_in_them(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "gpipe"])
-def test_a_line_has_none_and_says_who_has(spec: str) -> None:
+def test_overlapped_passes_are_refused_on_a_line_which_names_a_v(spec: str) -> None:
     with pytest.raises(ValueError, match=f"schedule {spec} has one stage on each rank.*zb-v"):
         built(spec, 4, 8)
 
@@ -302,7 +302,7 @@ def test_where_no_two_can_be_one_it_is_said() -> None:
         built("dualpipe-v", 4, 1)
 
 
-def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
+def test_f_overlaps_with_b_if_that_saves_more_time() -> None:
     """A forward pass F overlaps with a whole backward pass B if that saves more time than
     overlapping with I alone. Otherwise F overlaps with I.
 
@@ -423,13 +423,13 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
         ("overlap_saving=-1", "a cost is a number from 0"),
     ],
 )
-def test_costs_that_are_none(saving: str, says: str) -> None:
+def test_wrong_savings_in_costs_are_refused(saving: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         costs_of(f"f=1,i=1,w=1,{saving}")
 
 
 @pytest.mark.parametrize("value", [{"w": []}, {"i": [[1]]}, {"i": [[1, 1, 1, "x"]] * 4}, "x"])
-def test_tables_that_are_none(value: object, tmp_path: Path) -> None:
+def test_wrong_tables_of_savings_are_refused(value: object, tmp_path: Path) -> None:
     data = {"version": 2, "f": 1, "i": 1, "w": 1, "overlap_saving": value}
     (tmp_path / "costs.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match="overlap_saving"):

@@ -162,7 +162,7 @@ def small(text: str = SMALL) -> tuple[Problem, str]:
     ), text
 
 
-def test_the_good_one_is_good() -> None:
+def test_a_good_program_is_accepted() -> None:
     wanted, text = small()
     assert prove(written(text, (0, 1)), wanted)
 
@@ -181,7 +181,7 @@ def test_refused(what: str) -> None:
         assert str(action) in str(caught.value)
 
 
-def test_the_problem_has_to_want_it() -> None:
+def test_its_actions_are_refused_unless_post_validation_is_requested() -> None:
     wanted, text = small()
     with pytest.raises(InvalidSchedule, match="belongs to post-validation, which is not requested"):
         prove(written(text, (0, 1)), wanted.with_options(steps_overlap=False))
@@ -459,7 +459,7 @@ def test_what_cannot_overlap_is_refused() -> None:
     assert "its span is its makespan;" in what_overlapping_gains(program("1f1b", 4, 8, USUAL))
 
 
-def test_the_promise_of_a_launch_tells_both() -> None:
+def test_the_line_of_a_launch_compares_the_step_with_the_makespan() -> None:
     made = program("zb-2p", 4, 8, USUAL)
     assert "in the long run a step takes 6.2% less than the makespan" in summarize(made)
     assert "long run" not in summarize(program("zb-2p", 4, 8, USUAL, validated=False))
@@ -471,7 +471,7 @@ def run(*words: str, code: int = 0) -> str:
     return result.output if code else result.stdout  # stderr has the progress
 
 
-def test_simulate_tells_what_a_step_costs(tmp_path: Path) -> None:
+def test_simulate_prints_what_a_step_costs(tmp_path: Path) -> None:
     words = ["simulate", "zb-2p", "--pp", "4", "-m", "8", "--costs", USUAL, "--post-validation"]
     report = json.loads(run(*words, "--json"))
     assert (report["makespan"], report["span"], report["step"]) == (273, 256, pytest.approx(256))

@@ -302,7 +302,7 @@ def test_slices_that_are_not_requested() -> None:
         check_compute(schedule, problem)
 
 
-def test_w_may_come_in_any_order_and_that_is_told() -> None:
+def test_w_may_come_in_any_order_which_bitwise_order_reports() -> None:
     problem = problem_for("zb-h1", 1, 1, 2)
     orders = {"0W0.1 0W0.0": True, "0W0.0 0W0.1": False}
     for weights, is_in_order in orders.items():
@@ -397,7 +397,7 @@ def test_another_cut_is_another_program() -> None:
         ("4,4", "2 slice lengths are given for 4 slices"),
     ],
 )
-def test_lengths_that_are_none(text: str, message: str) -> None:
+def test_wrong_lengths_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Slices(4, parse_lengths(text))
 
@@ -653,7 +653,7 @@ def run(*words: str) -> str:
     return result.output
 
 
-def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) -> None:
+def test_simulate_describes_slices_and_verify_accepts_its_table(tmp_path: Path) -> None:
     table, trace = tmp_path / "mine.csv", tmp_path / "trace.json"
     cut = ["--slices", "2", "--slice-lengths", "balanced", "--costs", "f=1,i=1,w=1,attention=0.3"]
     files = ["--csv", str(table), "--perfetto", str(trace)]

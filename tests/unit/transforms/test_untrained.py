@@ -133,7 +133,7 @@ def test_the_proof_knows() -> None:
 
 
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
-def test_nothing_of_them_is_offloaded(spec: str) -> None:
+def test_untrained_stages_are_not_offloaded(spec: str) -> None:
     program = made(spec, 2, activation_offload=Offload.FULL)
     copied = {
         action.stage

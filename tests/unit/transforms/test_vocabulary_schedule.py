@@ -294,7 +294,7 @@ def timed(
     return alone, simulate_unproved(divided, problem).makespan
 
 
-def test_shards_slow_the_layers_beside_their_collectives() -> None:
+def test_collectives_of_shards_slow_the_layers() -> None:
     """Collectives of the split vocabulary slow down the layers that run at the same time, by the
     shares of the estimate. Costs that are given or measured are used as they are."""
     placement = choose("1f1b").place(4)
