@@ -60,7 +60,8 @@ class PlanPictures:
 
 
 def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
-    """Return the simulated runs of a page: the candidates that none beats in both time and memory.
+    """Return the simulated runs of a page: those of the candidates that no other candidate beats in
+    both time and memory.
 
     Megatron's 1F1B comes first, if it can run, then the others by the length of their steps.
     """

@@ -229,8 +229,9 @@ def parameters(worker: Any) -> dict[str, str]:
 
 
 def take_packed_attention() -> None:
-    """Let Megatron's own attention run packed sequences, and rows with shared prompts. The latter
-    add up in another order, so they are computed in float32, which verl's settings do not offer."""
+    """Let Megatron's own attention run packed sequences, and rows with shared prompts. Rows with
+    shared prompts add up in another order, so they are computed in float32, which verl's settings
+    do not offer."""
     from verl.utils.torch_dtypes import PrecisionType
 
     DotProductAttention.forward = by_segment(by_sequence(DotProductAttention.forward))

@@ -66,8 +66,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def lacking(text: str, sources: Mapping[str, Path]) -> Path | None:
-    """Return a folder of ``sources`` that does not exist and that a test file needs, by the names
-    in its ``text``."""
+    """Return one of the folders ``sources`` that a test file needs, as its ``text`` names it, and
+    that does not exist."""
     for word, folder in sources.items():
         if re.search(rf"\b{word}\b", text) and not folder.exists():
             return folder

@@ -109,8 +109,8 @@ def is_within_share(ctas: int, multiprocessors: int) -> bool:
 def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
     """Return the distinct ``pairs`` of ranks, sorted into rounds in which no rank occurs twice.
 
-    Rounds are found by first fit. There are two on a line, V or wave, and three on a loop of an odd
-    number of ranks.
+    Rounds are found by first fit. There are two rounds on a line, V or wave, and three on a loop of
+    an odd number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []  # for each round of connecting, the ranks that are busy in it

@@ -126,7 +126,7 @@ def _receives_alone(position: int, receives: int) -> Iterator[range]:
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
-    """Yield each dependency of ``action``, with the actions of which one must come before
+    """Yield each dependency of ``action`` with its possible actions, one of which must come before
     ``action``."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)

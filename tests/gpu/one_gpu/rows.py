@@ -58,7 +58,8 @@ def tell(case: str, figure: str, is_good: bool = True) -> None:
 
 
 def run_case(case: str, run: Callable[[], object]) -> None:
-    """Call ``run`` as the only work of a process. If it ends early, its last row says why."""
+    """Call ``run`` as the only work of a process. If ``run`` ends early, the last printed row says
+    why."""
     try:
         run()
     except (CannotRun, ModuleNotFoundError) as reason:
