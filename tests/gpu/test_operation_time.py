@@ -1,5 +1,5 @@
-"""Tests of the seconds of single operations, for the factors of a machine. They have not run on a
-GPU yet.
+"""Tests that measure the seconds of single operations, from which the factors of a machine are
+computed. They have not run on a GPU yet.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """

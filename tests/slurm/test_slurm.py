@@ -184,8 +184,9 @@ def test_requeued_in_the_middle_and_the_losses_of_a_run_that_never_stopped(
 ) -> None:
     """A job that is requeued in the middle has the losses of a run that never stopped.
 
-    It requeues itself when its time is up (SLURM sends the same signal), and saves first. At night
-    it is also requeued from outside, and resumes from its last periodic checkpoint.
+    The job saves and requeues itself when SLURM signals that its time is up; the test sends the
+    same signal. At night the job is also requeued from outside, and resumes from its last periodic
+    checkpoint.
     """
     quickstart.RUNS.mkdir(parents=True, exist_ok=True)
     quickstart.prepare_text()

@@ -145,8 +145,9 @@ def test_each_command_has_its_answers() -> None:
 
 
 def test_the_table_is_broad() -> None:
-    """At least twelve commands have a pipeline. They come from six owners and start with four
-    launchers, and among them are a tokenizer of a hub, a layout, and a fork's own flags."""
+    """At least twelve of the public commands have a pipeline. The commands come from six owners and
+    start with four launchers, and among them are a tokenizer of a hub, a layout, and a fork's own
+    flags."""
     text = {
         title: command
         for title, command in commands().items()

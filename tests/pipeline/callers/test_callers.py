@@ -237,8 +237,8 @@ def test_a_rank_with_another_program_is_found_before_the_first_pass(
 
 @pytest.mark.parametrize("size", [RANKS, 2])
 def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
-    """All pipelines use the costs of global rank 0. Costs files may differ between nodes; earlier
-    each pipeline used the file of its own first rank."""
+    """All pipelines use the costs of global rank 0. Costs files may differ between nodes; each
+    pipeline used to take the file of its own first rank."""
 
     def told(rank: int) -> float:
         costs = f"f={1 + rank},i=1,w={1 + rank},comm={rank}"

@@ -195,9 +195,9 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
     change: Callable[[Any], object],
 ) -> None:
     """A caller may run a backward pass of its own inside a forward pass. Such a training used to
-    end with an AssertionError, because no W follows that backward pass. Its weight gradients are
-    added at once, and `torch.autograd.grad` adds none. If W passes run later, the order of sums
-    differs from stock's."""
+    end with an AssertionError, because no W follows that backward pass. The weight gradients of the
+    caller's pass are added at once, and `torch.autograd.grad` adds none. If W passes run later, the
+    order of sums differs from stock's."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

@@ -130,8 +130,8 @@ def test_megatron_waits_for_messages_as_its_simulated_executor_does(
     ranks: int, flags: Flags, executor: StockExecutor, tmp_path: Path
 ) -> None:
     """Megatron's passes wait for messages at the moments that its simulated executor predicts. The
-    simulation was read from Megatron's sources; here Megatron posts and waits itself, and only the
-    clocks are emulated."""
+    simulation was written by reading Megatron's sources; here Megatron posts and waits itself, and
+    only the clocks are emulated."""
     step = traced_step(ranks, flags | {"pipeline_model_parallel_size": ranks}, tmp_path, ALIKE)
     assert step.executor == executor
     costs = traced_costs([step])

@@ -232,8 +232,8 @@ def test_the_next_start_knows_what_was_measured(
 def test_a_rank_that_is_killed_takes_nothing_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is killed in the middle of a turn, after a checkpoint. The job ends, and the next
-    start still knows the round before."""
+    """If a rank is killed in the middle of a turn of a race, after a checkpoint, the job ends. The
+    next start still knows the rounds before."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 1
     folder: Flags = {"save": tmp_path, "save_interval": saved_at}

@@ -204,8 +204,8 @@ def test_megatrons_own_writers_get_the_metrics(
 def test_a_trace_without_an_estimate_logs_no_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sparse attention, whose seconds have no estimate, a traced step's writers get what was
-    measured. They used to get a predicted bubble and step time too."""
+    """The writers of a trace get only measured values for a model with sparse attention, whose
+    seconds have no estimate. They used to get a predicted bubble and step time too."""
     made = program("1f1b", line_problem(2, 2, 10, 12, 8, 1))
     simulated = simulate(made, made.problem.costs)
     step = traced_step(7, simulated, simulated, 0.0)

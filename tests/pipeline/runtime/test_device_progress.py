@@ -168,8 +168,8 @@ def test_what_has_ended_is_forgotten() -> None:
 
 
 def test_a_device_whose_host_goes_on_is_not_queried() -> None:
-    """The watchdog queries the device only if the host has made no progress between two checks.
-    Earlier the watchdog's thread queried the device every second of a healthy run, between the main
+    """The watchdog queries the device only if the host has made no progress between two checks. The
+    watchdog's thread used to query the device every second of a healthy run, between the main
     thread's calls."""
     device = Device()
     progress = DeviceProgress(device.record)

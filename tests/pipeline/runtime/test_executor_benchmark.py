@@ -101,7 +101,7 @@ def test_steps_in_a_row_with_post_validation(capsys: Output) -> None:
 
 def test_the_measured_table_is_consistent_with_the_simulator() -> None:
     """The ideal steps on the page are what the simulator computes today, and the columns that are
-    quotients of others are their quotients. A schedule that changes makes the row out of date."""
+    quotients of others are their quotients. A row is out of date if its schedule has changed."""
     page = (DOCS / "measurements.md").read_text()
     cell = r" ([\d.]+)(?: %)? \|"
     name = r"(megatron|torch|megatron-ext) (\S+)"

@@ -1,5 +1,5 @@
-"""Multi-token prediction on a stage before the loss's, with features that split the sequences, with
-overlapped passes of experts, and with four replicas."""
+"""Tests of multi-token prediction on a stage before that of the loss, with features that split the
+sequences, with overlapped passes of experts, and with four replicas."""
 
 from __future__ import annotations
 

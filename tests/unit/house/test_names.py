@@ -103,8 +103,9 @@ def test_a_name_that_is_repeated_more_or_less_often_than_listed_is_reported() ->
 
 @pytest.mark.parametrize("level", ["unit", "pipeline", "patches", "gpu"])
 def test_a_test_file_has_a_name_of_its_own_in_its_level(level: str) -> None:
-    """Two files of one name in two levels are about the same subject. Two in one level would not
-    say which subject each is about."""
+    """No two test files in one level of tests (unit, patches, pipeline and so on) have the same
+    name, which would not say which subject each is about. Two files of one name in two levels are
+    about the same subject."""
     found = [path.name for path in (ROOT / "tests" / level).rglob("test_*.py")]
     assert found
     assert not repeated(found)

@@ -66,8 +66,8 @@ def test_parts_that_no_sum_separates_keep_their_proportions() -> None:
 
 def test_parts_that_are_partly_separated_add_up_to_the_measured_sums() -> None:
     """The scaled parts add up to the measured sums, even if the sums do not determine every part.
-    Two stages have equal layers, the first an embedding and the last an output layer, so two sums
-    are measured of three parts."""
+    Two stages have equal layers, the first an embedding and the last an output layer, so only two
+    sums of the three parts are measured."""
     expected = np.array([[10.0, 1, 0], [10, 0, 4]])
     measured = np.array([12.0, 17.0])
     fit = fit_scales(expected, measured)

@@ -155,8 +155,9 @@ def test_a_short_message_takes_its_latency() -> None:
 
 
 def test_rings_of_many_nodes_are_slower_in_plain_pytorch() -> None:
-    """Rings over many nodes are estimated slower in plain PyTorch only. They used to be in Megatron
-    too: reductions over 128 nodes took six seconds that no real step shows."""
+    """Rings over many nodes are estimated slower in plain PyTorch only. They used to be so in
+    Megatron too: reductions over 128 nodes were estimated at six seconds more than a real step
+    shows."""
 
     def of_nodes(framework: Framework) -> tuple[float, float]:
         few, many = (seconds_of_a_byte(8 * n, 1, A100, framework) for n in (FULL_SPEED_NODES, 32))

@@ -152,7 +152,7 @@ def test_no_layout_has_a_faster_slowest_stage(
 
 def test_ranks_of_several_chunks_are_balanced() -> None:
     """The chunks of a rank are balanced together: with an output layer the rank that takes longest
-    takes under 0.9 of its time in the layout with equal stages."""
+    takes less than 0.9 times as long as in the layout with equal stages."""
     figures = StageFigures(work())
     placement = loop(4, vpp=2)
     found = with_even_ranks(evenly(16, 8), placement, 64, figures)

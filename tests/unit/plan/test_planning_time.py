@@ -164,8 +164,8 @@ def test_work_around_goes_on_with_what_ended_work_has() -> None:
 
 def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None:
     """A plan that was cut short names each kind of alternative that it did not finish comparing.
-    Schedules with overlapped passes, and schedules without recompute, used to be called
-    schedules, too."""
+    Schedules with overlapped passes, and schedules without recompute, used to be called just
+    "schedules", too."""
 
     def in_pairs() -> str | None:
         return until_end(lambda: work_for(60), None, SCHEDULES)

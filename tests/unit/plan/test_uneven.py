@@ -1,7 +1,7 @@
 """Tests of layouts for a first stage with an image encoder and for a slow rank.
 
-The case is the issue's: 80 equal layers, F : I : W = 10 : 12 : 8 on 8 ranks, a message of 1, within
-the memory of 1F1B.
+Most cases have 80 equal layers on 8 ranks, F : I : W = 10 : 12 : 8, messages of 1 unit, and the
+memory of 1F1B.
 """
 
 from __future__ import annotations

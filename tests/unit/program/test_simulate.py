@@ -69,8 +69,8 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
 def test_bubbles_of_the_zero_bubble_paper(
     p: int, m: int, f: float, i: float, w: float, comm: float, one_f_one_b: float, zb_h1: float
 ) -> None:
-    """The simulated bubbles are those of the zero-bubble paper (Qi et al. 2024, tables 5 and 6):
-    its measured passes, and its predicted bubble of the span."""
+    """The simulator computes from the measured passes of the zero-bubble paper (Qi et al. 2024,
+    tables 5 and 6) the bubbles of the span that the paper predicts."""
     problem = line_problem(p, m, f, i, w, comm)
     assert round(simulated("1f1b", problem).bubble_share_span, 4) == one_f_one_b
     assert round(simulated("zb-h1", problem).bubble_share_span, 4) == zb_h1

@@ -81,8 +81,9 @@ def test_what_is_periodic_goes_on_for_ever() -> None:
 def test_what_does_not_repeat_well_is_not_all_that_is_tried() -> None:
     """If the middle of a step does not repeat well, other steps are tried too.
 
-    A search within 8 microbatches on 8 ranks ended with a step of 32 that takes 0.3 % more than the
-    bound. A step of 128 extended from it used to take 3 % more than a search for 128.
+    A search within 8 microbatches on 8 ranks ended with a step of 32 microbatches that takes 0.3 %
+    more than the bound. A step of 128 microbatches extended from it used to take 3 % more than a
+    search for 128.
     """
     problem = problem_of("1f1b-v", 4, 16, 4)
     other = with_microbatches(problem, 64)

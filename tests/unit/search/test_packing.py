@@ -101,9 +101,9 @@ def usual(placement: Placement, m: int, limit: float) -> Problem:
 def test_any_plan_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    """Any plan is packed into a sound schedule, forwards or backwards in time. The packer never
-    ends because no rank has memory for its next pass. Passes start when the plan says, except where
-    messages delay one another."""
+    """Any plan is packed into a sound schedule, forwards or backwards in time. It never happens
+    that packing stops because no rank has memory for its next pass. Passes start when the plan
+    says, except where messages delay one another."""
     placement = place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     shop = job_shop_of(problem)

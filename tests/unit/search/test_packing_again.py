@@ -43,8 +43,8 @@ def test_any_choice_of_recompute_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
     """Any set of activations to recompute can be packed into a sound schedule, forwards or
-    backwards in time. The packer never ends because no rank has memory for its next pass. The
-    schedule has an R for each activation of the set, and no other R."""
+    backwards in time. It never happens that packing stops because no rank has memory for its next
+    pass. The schedule has an R for each activation of the set, and no other R."""
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     recomputed = random_recomputed(random, problem)

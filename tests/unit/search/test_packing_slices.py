@@ -97,9 +97,10 @@ def hops_between(shop: JobShop) -> dict[frozenset[int], tuple[int, ...]]:
 @settings(PROPERTY, max_examples=20)
 @given(seed=seeds, place=shapes, p=st.integers(1, 3), m=st.integers(1, 4), k=st.integers(2, 5))
 def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int) -> None:
-    """Any plan of slices is packed into a sound schedule, forwards or backwards in time. The packer
-    never ends because no rank has memory for its next pass. The packed plan is accepted by `prove`,
-    is within the limit, runs at the promised times, and is the same with compiled code."""
+    """Any plan of slices is packed into a sound schedule, forwards or backwards in time. It never
+    happens that packing stops because no rank has memory for its next pass. The packed plan is
+    accepted by `prove`, is within the limit, runs at the promised times, and is the same with
+    compiled code."""
     random = Random(seed)
     problem = random_problem(random, place, p, m, k)
     shop = job_shop_of(problem)
@@ -182,8 +183,8 @@ def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
 
 def test_slices_with_little_room_on_a_line() -> None:
     """A search finds short steps of slices with little memory on a linear placement. The schedule
-    zb-auto alone used to have a makespan of 474.6, as its attempts stop and start if there is
-    memory for few slices."""
+    zb-auto alone used to have a makespan of 474.6 time units, as its attempts stop and start if
+    there is memory for few slices."""
     problem = asked("zb-auto", 4, 8, 2, limit=1.75)
     assert figures("zb-auto", problem)[0] < 450
 

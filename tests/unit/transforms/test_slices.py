@@ -614,8 +614,8 @@ def test_uneven_slices_hold_by_their_tokens() -> None:
 
 @pytest.mark.search
 def test_zb_auto_of_slices() -> None:
-    """The schedule zb-auto, run on slices of sequences, has no longer step than other schedules on
-    a linear placement, within its memory limit."""
+    """The step of the schedule zb-auto, run on slices of sequences, is no longer than that of other
+    schedules on a linear placement, within its memory limit."""
     costs = "f=10,i=12,w=8,comm=1,attention=0.3"
     best, h1 = (figures(built(name, 3, 4, 2, costs))[0] for name in ("zb-auto", "zb-h1"))
     assert best <= h1
