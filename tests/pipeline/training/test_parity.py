@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.combinations import at_night, in_pairs, nightly
+from tests.helpers.combinations import at_night, each_once, nightly
 from tests.helpers.covers.marks import covers
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses
@@ -56,7 +56,7 @@ def case(shape: str, model: str, family: str) -> Any:
 
 @pytest.mark.parametrize(
     ("shape", "model", "family"),
-    [case(*names) for names in in_pairs(SHAPES, MODELS, FAMILIES)],
+    [case(*names) for names in each_once(SHAPES, MODELS, FAMILIES)],
 )
 def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, family: str) -> None:
     reference, _ = training(shape, model).saved()
@@ -75,14 +75,15 @@ def compare(ranks: int, **flags: object) -> list[Run]:
     return Training(ranks, flags).start_as_stock(pipeline_schedule="zb-h1")
 
 
-@pytest.mark.parametrize("family", ["zb-auto", *at_night("zb-h2", "2bp")])
+@nightly("test_matrix.py trains zb-auto with frozen weights, and test_profile.py with its costs")
+@pytest.mark.parametrize("family", ["zb-auto", "zb-h2", "2bp"])
 def test_every_schedule_on_a_line_runs(family: str) -> None:
     training("pp4", "tied").resume_as_stock(pipeline_schedule=family)
 
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches"),
-    [(4, 3), (3, 7), *at_night((4, 1), (3, 5), (4, 6))],
+    [(3, 7), *at_night((4, 3), (4, 1), (3, 5), (4, 6))],
 )
 def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
     compare(
@@ -152,11 +153,13 @@ def test_without_linear_bias_and_loss_per_token() -> None:
     )
 
 
+@nightly("test_profile.py evaluates between iterations, and is stock's, on two ranks")
 def test_evaluation_between_iterations() -> None:
     runs = compare(4, pipeline_model_parallel_size=4, eval_iters=2, eval_interval=2, train_iters=4)
     assert evaluations(runs)
 
 
+@nightly("test_placements.py has a V with them, and test_adversary.py each family on small stages")
 @pytest.mark.covers("A", ("line",), variable_seq_lengths=True)
 def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
@@ -164,6 +167,7 @@ def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
     varying.start_as_stock(pipeline_schedule="zb-h1")
 
 
+@nightly("test_placements.py has a V with it, whose norm leaves out a tied copy, too")
 def test_clipping_is_close() -> None:
     """With gradient clipping, losses equal stock's up to rounding. A norm is summed over the ranks
     in another order, so parameters may differ in their last bits."""
