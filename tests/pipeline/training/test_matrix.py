@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.adapter.step.model_stage import ModelStage
 from scripts.pretrain_gpt import model_provider
-from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.covers.marks import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.trainings import Training
@@ -125,15 +125,12 @@ def training(parallelism: str, embeddings: str, precision: str) -> Training:
     return Training(RANKS, flags)
 
 
-# By day a V runs with every parallelism, and a loop with experts. Lines and loops have the same
-# linear layers, gradients and groups as a V; 1f1b has the passes of interleaved, and v-half the
-# placement of zb-v.
-BY_DAY = {
-    # TP2 is part of the case with sequence parallelism, which needs it
-    "zb-v": [name for name in PARALLELISM if name != "TP2"],
-    "interleaved": ["EP2, 4 experts"],
-}
-RUN = [case for case in CASES if IS_NIGHT or case.parallelism in BY_DAY.get(case.schedule, [])]
+# By day a V runs with every parallelism: TP2 is part of the case with sequence parallelism, which
+# needs it, and DP2 of the one with the distributed optimizer. Lines and loops have the same linear
+# layers, gradients and groups as a V; 1f1b has the passes of interleaved, and v-half the placement
+# of zb-v.
+BY_DAY = [name for name in PARALLELISM if name not in ("TP2", "DP2")]
+RUN = [c for c in CASES if IS_NIGHT or (c.schedule == "zb-v" and c.parallelism in BY_DAY)]
 
 
 def shown(case: Case) -> list[pytest.MarkDecorator]:
@@ -202,7 +199,7 @@ def test_frozen_weights(schedule: str) -> None:
     FROZEN.resume_as_stock(pipeline_schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-v", *at_night("zb-auto")])
 def test_recompute_runs_each_layer_twice(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +220,7 @@ def test_recompute_runs_each_layer_twice(
     assert counts == {f"layer {number}": 2 * 2 * microbatches for number in (1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "gis"])
+@pytest.mark.parametrize("schedule", ["zb-v", *at_night("gis")])
 def test_a_chunks_reduction_starts_right_after_its_last_w(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +274,7 @@ def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     assert "1 of embeddings" in last and "norms" in last
 
 
+@nightly("test_reported_cases.py has both, and test_placements.py is stock's without a limit")
 @pytest.mark.parametrize("room", [True, False])
 def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     room: bool, capfd: pytest.CaptureFixture[str]
