@@ -516,7 +516,7 @@ LAID_OUT: dict[int, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", LAID_OUT)
+@pytest.mark.parametrize("ranks", [2, *at_night(4)])
 def test_a_layout_balanced_to_the_tower(ranks: int) -> None:
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

@@ -146,7 +146,7 @@ def stocks_sets(**flags: Any) -> list[Run]:
     return run(4, **sets() | flags)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb", *at_night("hanayo", "1f1b")])
+@pytest.mark.parametrize("schedule", ["zb-v", *at_night("interleaved-zb", "hanayo", "1f1b")])
 def test_several_validation_sets(schedule: str, tmp_path: Path) -> None:
     """Two validation sets get stock's losses. A V used to print the same loss for both: each set
     was evaluated on the tokens of one set and the labels of another, or of none. With data
