@@ -23,6 +23,7 @@ from megatron_ext.observe.trace import read_trace
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
+from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.stages import CPU, program_for, world
@@ -140,7 +141,10 @@ def test_costs_that_are_measured_meanwhile(
 LOOP: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
-@pytest.mark.parametrize("placement", [{}, LOOP], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "placement",
+    [pytest.param(LOOP, id="interleaved"), *at_night(pytest.param({}, id="1f1b"))],
+)
 def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str]) -> None:
     """--pipeline-metrics also works with Megatron's own step, without a schedule flag, and changes
     no number."""

@@ -38,12 +38,14 @@ from tests.helpers.trainings import Training
 
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+# Two layers for each pipeline rank, as where all ranks are one pipeline.
+PIPELINES_OF_TWO: dict[str, object] = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 
 # Each case is a schedule, its modes of offload, the number of ranks, and flags of both runs.
 CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
     "gis": ("gis", ("full", *at_night("half"), "fit"), 2, {}),
     "gis-h": ("gis-h", at_night("full"), 4, {}),
-    "interleaved, dropout": ("interleaved", ("full",), 2, DROPOUT),
+    "interleaved, dropout": ("interleaved", at_night("full"), 2, DROPOUT),
     "zb-v, evaluation, dropout": (
         "zb-v",
         ("full", "half"),
@@ -58,7 +60,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
     ),
     # By day zb-v runs here with offload, and test_dynamic_batches.py trains v-auto.
     **dict(at_night(("v-auto, odd", ("v-auto", ("full",), 3, {})))),
-    "1f1b": ("1f1b", ("full",), 2, {}),
+    "1f1b": ("1f1b", at_night("full"), 2, {}),
     "zb-h1, batched": ("zb-h1", ("full",), 2, {"pipeline_p2p": "batched"}),
     "full recompute, dropout": (
         "1f1b",
@@ -81,16 +83,17 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
         "zb-h1",
         ("full",),
         4,
-        {"bf16": True, "overlap_grad_reduce": True, "pipeline_model_parallel_size": 2},
+        {**PIPELINES_OF_TWO, "bf16": True, "overlap_grad_reduce": True},
     ),
     "tensor and sequence parallel": (
         "zb-h1",
         ("full",),
         4,
         {
+            **PIPELINES_OF_TWO,
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
-            "pipeline_model_parallel_size": 2,
+            "global_batch_size": 4,
         },
     ),
     "divided vocabulary": ("zb-v", ("full",), 2, {"pipeline_vocab_parallel": 2}),
@@ -249,7 +252,7 @@ def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
     main_grad.add_(dy.t().matmul(x))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", *at_night("interleaved")])
+@pytest.mark.parametrize("schedule", ["1f1b", *at_night("zb-h1", "interleaved")])
 def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,11 +264,7 @@ def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
-    flags: dict[str, object] = {
-        "bf16": True,
-        "overlap_grad_reduce": True,
-        "pipeline_model_parallel_size": 2,
-    }
+    flags = {**PIPELINES_OF_TWO, "bf16": True, "overlap_grad_reduce": True}
     reference = train(4, words(4, flags, schedule), model_provider=fused)
     watch(monkeypatch, tmp_path)
     leaves = words(4, flags, schedule, pipeline_activation_offload="full")

@@ -20,6 +20,7 @@ from megatron_ext.features.trace.adapter import step_trace
 from megatron_ext.observe.trace import NAME, TracedStep, read_trace, traced_step
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
+from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.schedules import line_problem, program
 
@@ -116,7 +117,11 @@ OVERLAP: Flags = {"overlap_grad_reduce": True}
 DISTRIBUTED: Flags = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 
 
-@pytest.mark.parametrize("optimizer", [{}, DISTRIBUTED], ids=["plain", "distributed"])
+# By day test_profile.py traces plain reductions.
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(DISTRIBUTED, id="distributed"), *at_night(pytest.param({}, id="plain"))],
+)
 def test_a_reduction_starts_after_its_last_weight_gradient_and_overlaps_passes(
     optimizer: Flags, tmp_path: Path
 ) -> None:
