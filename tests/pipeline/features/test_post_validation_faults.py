@@ -24,6 +24,7 @@ from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import line
+from tests.helpers.combinations import each_once
 from tests.helpers.ranks import RankResult, Script, running_ranks, values
 from tests.helpers.stages import Pipeline, program_for, world
 from tests.helpers.validation import Course, StepAtOnce
@@ -126,27 +127,19 @@ def check_cut_off(rank: int, result: RankResult) -> None:
     assert "Fatal" not in result.stderr
 
 
-@pytest.mark.parametrize("fault", [kill, throw])
-@pytest.mark.parametrize(
-    ("failing", "where"),
-    [
-        (0, BEFORE_STATE),
-        (1, BEFORE_STATE),
-        (1, AFTER_STATE),
-        (2, AFTER_STATE),
-        (0, SPECULATION),
-        (1, SPECULATION),
-        (0, SETTLE),
-        (1, SETTLE),
-        (2, SETTLE),
-        (1, REDO),
-    ],
-)
+FAILING = [
+    *((0, BEFORE_STATE), (1, BEFORE_STATE), (1, AFTER_STATE), (2, AFTER_STATE)),
+    *((1, SPECULATION), (0, SPECULATION), (0, SETTLE), (1, SETTLE), (2, SETTLE), (1, REDO)),
+]
+
+
+@pytest.mark.parametrize(("at", "fault"), each_once(FAILING, [kill, throw]))
 def test_every_rank_ends_when_one_fails(
-    script: Script, failing: int, where: str, fault: Callable[[], None]
+    script: Script, at: tuple[int, str], fault: Callable[[], None]
 ) -> None:
     """If one rank fails, every other rank ends too. The thread that waits for the verdict does not
     keep a process from ending."""
+    failing, where = at
     with running_ranks(RANKS, Steps(failing, where, fault), script) as running:
         results = running.wait()
     for rank, result in enumerate(results):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from megatron.training.global_vars import get_args
 
-from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
 from tests.helpers.ranks import Script
@@ -158,6 +158,7 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
+@nightly("test_placements.py has the script on a V, and the tests above steps that are clipped")
 def test_the_upstream_script() -> None:
     """Megatron's pretrain_gpt.py trains with post-validation as without it, with gradients that are
     clipped in some steps."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.pretrain_gpt import model_provider
 from tests.helpers import context_parallel
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, evaluations, losses, train_or_fail
 from tests.helpers.trainings import Saved, Training
@@ -210,8 +210,10 @@ def test_weights_are_gathered_before_they_are_read(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("case", "setting", "schedule", "variant"),
     [
-        (("pp2 untied", "zb-v", 2), "pp2 untied", None, None),
-        *at_night((("pp4", "v-half", 2), "pp4", None, None)),
+        *at_night(
+            (("pp2 untied", "zb-v", 2), "pp2 untied", None, None),
+            (("pp4", "v-half", 2), "pp4", None, None),
+        ),
         (("distributed optimizer", "zb-v", 1), "distributed optimizer", None, None),
         (("pp2 untied", "zb-v", 2), "pp4 untied", "1f1b", 2),
         *at_night(
@@ -318,6 +320,7 @@ def test_a_rank_holds_its_part_of_the_tables(
 # ---- scripts and flags outside the settings above
 
 
+@nightly("test_placements.py has the script on a V, and the tests above this vocabulary")
 def test_megatrons_own_script() -> None:
     script = megatron_sources() / "pretrain_gpt.py"
     setting = replace(SETTINGS["pp2"], script=script)
@@ -328,9 +331,9 @@ def test_megatrons_own_script() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"num_experts": 4, "moe_aux_loss_coeff": 1e-2, "disable_bias_linear": True},
         {"eod_mask_loss": True, "pipeline_model_parallel_layout": "E|tttt|tttt|L"},
         *at_night(
+            {"num_experts": 4, "moe_aux_loss_coeff": 1e-2, "disable_bias_linear": True},
             {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
