@@ -41,7 +41,7 @@ from megatron_ext.features.post_validation.runtime.partial_state import PartialS
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.optimizer.optimizer.steps import optimizer_patches
-from tests.helpers.combinations import each_once
+from tests.helpers.combinations import at_night
 from tests.helpers.ranks import run_ranks, values
 
 # Megatron's module is imported once here, or each rank would import it.
@@ -91,7 +91,16 @@ IN_FP16 = [
 ]
 CASES = [
     *IN_FP16,  # fp16 has everything that the other types have, and a loss scale
-    *(replace(case, dtype=dtype) for case, dtype in each_once(IN_FP16, ["fp32", "bf16"])),
+    # By day the other types have shards on a pipeline, experts, overlapped gathers and fused steps.
+    *(
+        at_night(*(replace(case, dtype=dtype) for case in IN_FP16 for dtype in ("fp32", "bf16")))
+        or (
+            Case("fp32", "pipeline", distributed=True),
+            Case("fp32", "expert"),
+            Case("bf16", "data", distributed=True, overlap=True),
+            Case("bf16", "data", steps_by="fused"),
+        )
+    ),
     Case("bf16", "tensor", steps_by="sgd"),
 ]
 

@@ -167,7 +167,8 @@ def traced_loop(rank: int, folder: Path, own_groups: bool, schedule: str | None 
 
 
 @pytest.mark.parametrize(
-    ("own_groups", "schedule", "kinds"), [(False, "zb-h1", 3), (True, "zb-h1", 3), (True, None, 2)]
+    ("own_groups", "schedule", "kinds"),
+    [(True, "zb-h1", 3), (True, None, 2), *at_night((False, "zb-h1", 3))],
 )
 def test_steps_of_a_loop_of_ones_own_are_counted_for_a_trace(
     own_groups: bool, schedule: str | None, kinds: int, tmp_path: Path
@@ -324,7 +325,9 @@ def test_measured_costs_come_to_all_ranks_at_one_step(
     assert alone[0] is None and alone[1] == alone[3] != None  # noqa: E711
 
 
-@pytest.mark.parametrize("sizes", [{4: 4}, {4: 4, 5: 6}, {n: 4 + n % 2 for n in range(2, 18)}])
+@pytest.mark.parametrize(
+    "sizes", [{4: 4, 5: 6}, {n: 4 + n % 2 for n in range(2, 18)}, *at_night({4: 4})]
+)
 def test_a_race_is_the_same_on_all_ranks(
     sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from megatron_ext.race import race_texts, rounds
 from megatron_ext.race.race_record import RaceFigures
 from megatron_ext.runtime.host import host_memory as host_memory
 from megatron_ext.runtime.host.host_memory import HostMemory
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import (
     Run,
     assert_same,
@@ -229,6 +229,7 @@ def test_the_next_start_knows_what_was_measured(
     assert "rounds" not in told
 
 
+@nightly("test_the_next_start_knows_what_was_measured, of a job that ends by itself")
 def test_a_rank_that_is_killed_takes_nothing_with_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,9 @@ def test_an_address_is_no_folder(
     assert step_race._folder("save") == (Path(folder) if folder and is_one else None)
 
 
+@nightly(
+    "test_what_was_measured_of_something_else_does_not_count, and tests/unit reads such records"
+)
 def test_a_broken_record_is_measured_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
