@@ -40,6 +40,7 @@ from megatron_ext.features.arrangement.adapter.sample_weights import SampleWeigh
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged, small_ends
+from tests.helpers.combinations import at_night
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
 from tests.helpers.packed import packed_on_the_cpu
@@ -68,8 +69,8 @@ def flags(**more: object) -> list[str]:
             "position_embedding_type": "rope",
             "untie_embeddings_and_output_weights": True,
             "dataloader_inter_document_masking": True,
-            "train_iters": 3,
-            "eval_interval": 3,
+            "train_iters": 2,
+            "eval_interval": 2,
             "eval_iters": 1,
             **more,
         }
@@ -86,7 +87,7 @@ def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:
     differs from that in which the data arrive."""
     arrival = trained(2)
     stock = trained(2, **ORDERED)
-    for schedule in ("zb-h1", "zb-v"):
+    for schedule in ("zb-v", *at_night("zb-h1")):  # zb-h1 has dealt microbatches below
         assert_same(trained(2, pipeline_schedule=schedule, **ORDERED), stock)
     with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)
