@@ -320,6 +320,7 @@ def test_flag_that_hides_a_better_choice_is_named(monkeypatch: pytest.MonkeyPatc
     a little time restrict the choice to schedules with whole backward passes, which are slower; no
     message used to say so."""
     shorten_search(monkeypatch)
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].traits.splits_backward
     hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]

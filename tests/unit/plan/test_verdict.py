@@ -417,13 +417,14 @@ def test_memory_is_what_this_command_takes_of_the_gpu() -> None:
     )
 
 
-def test_a_limit_that_changes_nothing_is_not_written() -> None:
+def test_a_limit_that_changes_nothing_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory limit that changes nothing is not written into the command. A limit that changes the
     schedule is, and the user's own limit stays.
 
     The plan used to write a limit of 65.6 GiB into a command that takes 5 GiB and has the same
     schedule without it.
     """
+    only_families(monkeypatch, "1f1b", "zb-h1", "zb-v", "v-half")
     model = "layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
     words = ["plan", f"{model},pp=4,m=8", "--gpu"]
 
