@@ -28,6 +28,7 @@ from megatron_ext.launch.planner import launch_job, parsed_launch
 from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
+from tests.helpers.combinations import nightly
 from tests.helpers.few_families import only_families
 from tests.helpers.limited import run_limited
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags, train
@@ -273,6 +274,7 @@ def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
     assert words[-3:] == ("--data-path", "-1", "a-b")
 
 
+@nightly("test_launch_check.py starts doctor in a folder with a fork of Megatron, without a log")
 def test_a_log_imports_nothing_that_lies_around(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

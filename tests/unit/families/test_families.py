@@ -30,7 +30,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.weight_gradient_filling import makespan
-from tests.helpers.combinations import in_pairs
+from tests.helpers.combinations import IS_NIGHT, in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_costs
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.schedules import F, W, drawn, line_problem, program, table
@@ -102,7 +102,7 @@ PEAKS: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda r, p, m: min(p, m),
 }
 
-SIZES = settings(PROPERTY, max_examples=8)
+SIZES = settings(PROPERTY, max_examples=8 if IS_NIGHT else 4)
 sizes = st.integers(1, 6).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p)))
 
 
