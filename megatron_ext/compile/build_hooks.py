@@ -74,9 +74,10 @@ class Construction(ABC):
 
     @property
     def looser_limits(self) -> list[MemoryLimit | None]:
-        """Memory limits above the problem's for the family's passes, the loosest first.
+        """Memory limits looser than the problem's, the loosest first; None is no limit.
 
-        They are for a feature, such as recompute, that reduces the memory of finished passes.
+        A feature such as recompute lets the family make its passes within one of them, and then
+        reduces their memory until it is within the problem's own limit.
         """
         limit = self.problem.memory_limit
         return [None, *map(limit.scaled, _LOOSER)] if limit is not None else [None]

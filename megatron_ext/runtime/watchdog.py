@@ -265,7 +265,8 @@ def say(text: str) -> None:
 def _is_stderr(descriptor: int) -> bool:
     """Return whether ``descriptor`` is a stderr, and not a file opened after stderr was closed.
 
-    A stderr is inherited, or put in its place by a call; what Python opens is not inheritable.
+    The test is whether child processes inherit the descriptor: they inherit a stderr, and none of
+    the files that Python opens.
     """
     if sys.__stderr__ is None or sys.__stderr__.closed:
         return False

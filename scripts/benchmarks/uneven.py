@@ -88,7 +88,8 @@ def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
 
 
 def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool = True) -> Steps:
-    """Return steps of a model with a vision tower, divided by a step without any bubble.
+    """Return how long a step of a model with a vision tower takes, divided by the time of a step
+    without any bubble.
 
     Args:
         trained: whether the tower is ``trained`` or ``frozen``, a key of `TOWERS`.
@@ -99,7 +100,8 @@ def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool 
 
 
 def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool = True) -> Steps:
-    """Return steps with ``rank`` slow, divided by the step of ``spec`` on equal ranks."""
+    """Return how long a step with a slow ``rank`` takes, divided by the time of a step of ``spec``
+    on ranks that are equally fast."""
     speeds = tuple(1 / SLOW if number == rank else 1.0 for number in range(RANKS))
     alike = _on_even_layers(work_of(COSTS, microbatches), spec, search)
     return _steps(work_of(COSTS, microbatches, speeds), spec, alike, search)

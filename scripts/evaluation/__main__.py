@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--file", type=Path, help="file of measured steps, or of recipes")
     parser.add_argument("--json", type=Path, help="JSON file to write all results to, row by row")
     parser.add_argument(
-        "--write", action="store_true", help="with steps: write the tables into their pages"
+        "--write", action="store_true", help="write the tables of predicted steps into their pages"
     )
     parser.add_argument(
         "--keep-plans",

@@ -398,7 +398,7 @@ GIVEN = {
 
 
 # For each collective: the stage whose rank alone gives a tensor (None if every rank does), and the
-# passes one of which computes the tensor. The tokens exist from the beginning.
+# kinds of passes that can have computed it. No pass computes the tokens that BCAST_E sends.
 MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
     Kind.BCAST_E: (0, ()),
     Kind.REDUCE_E: (None, (Kind.EMBEDDING,)),

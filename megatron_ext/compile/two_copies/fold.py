@@ -20,7 +20,9 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 def fold(copies: TwoCopies) -> Schedule:
-    """Return the schedule of one model copy that a two-copy schedule runs twice, on half the ranks.
+    """Return the schedule of one model copy that corresponds to a schedule of two copies.
+
+    It has half as many ranks. The two-copy schedule runs it twice, in opposite directions.
 
     Raises:
         ValueError: a rank and its opposite do not run the same passes with the copies exchanged.

@@ -302,11 +302,10 @@ BIG = shlex.split(
 def test_cases_19_to_22_a_command_as_it_stands(
     flags: str, microbatches: int, fullest: float
 ) -> None:
-    """Cases 19 to 22: `plan` describes the given command (its line ``now:``) as `doctor` does. In
-    its line, plan used to ignore the split vocabulary, the group of microbatches and the larger
-    batch. plan also used to give zb-h1 the GPU's memory as its limit. With a limit the weight
-    gradient of the output layer is deferred to W, and the command, which has no limit, computes it
-    in I."""
+    """Cases 19 to 22: in its line ``now:``, `plan` describes the given command as `doctor` does.
+    The line used to ignore a split vocabulary, a group of microbatches and a batch that grows. It
+    also used to describe zb-h1 with the GPU's memory as its limit, although the command has no limit:
+    with a limit the weight gradient of the output layer is computed in W, without one in I."""
     launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
     now = plan_of(launch)
     assert now == by_doctor(launch)
