@@ -304,8 +304,9 @@ def test_cases_19_to_22_a_command_as_it_stands(
 ) -> None:
     """Cases 19 to 22: in its line ``now:``, `plan` describes the given command as `doctor` does.
     The line used to ignore a split vocabulary, a group of microbatches and a batch that grows. It
-    also used to describe zb-h1 with the GPU's memory as its limit, although the command has no limit:
-    with a limit the weight gradient of the output layer is computed in W, without one in I."""
+    also used to describe zb-h1 with the GPU's memory as its limit, although the command has no
+    limit: with a limit the weight gradient of the output layer is computed in W, without one in
+    I."""
     launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
     now = plan_of(launch)
     assert now == by_doctor(launch)

@@ -173,7 +173,6 @@ def passes(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@nightly("test_little_outside_its_folder_names_a_feature, and test_walls.py has who imports whom")
 def test_split_report_can_be_deleted(tmp_path: Path) -> None:
     """The feature split_report can be deleted: its folder, its lines in the lists of features, and
     its field of the config. Types, the rules for imports and a training then still pass."""
@@ -186,7 +185,7 @@ def test_split_report_can_be_deleted(tmp_path: Path) -> None:
     )
 
 
-@nightly("test_little_outside_its_folder_names_a_feature, and test_walls.py has who imports whom")
+@nightly("by day the split report is deleted in the same way")
 @pytest.mark.timeout(1800)  # it runs the trainings of a whole test file
 def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
     """Post-validation, a feature that changes schedules, can be deleted with its patches. The
