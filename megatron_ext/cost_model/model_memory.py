@@ -245,9 +245,11 @@ def parameters_of_chunk(
 def _elements(
     parameters: Sequence[Parameter], state: TrainingState, ranks: int, bucket: int
 ) -> tuple[int, int]:
-    """Return the padded elements of a gradient buffer, and those whose optimizer states a rank has.
+    """Return the number of elements of a gradient buffer, padding included, and of those whose
+    optimizer states a rank holds.
 
-    The buffer holds ``parameters``; the rank is the first of ``ranks``, which share the states.
+    The buffer is that of ``parameters``. Its optimizer states are divided over ``ranks``, of which
+    the first is counted.
     """
     if not state.distributed:
         elements = sum(parameter.elements for parameter in parameters)

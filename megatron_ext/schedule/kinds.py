@@ -76,19 +76,21 @@ class Held(enum.Enum):
 class Source(enum.Enum):
     """Stages among which the dependency of an action is looked for."""
 
-    SAME = "same"  # needed is an action of the same stage
-    # Needed is an action of the neighbouring stage, if that stage is on the same rank.
+    SAME = "same"  # the action depends on one of the same stage
+    # The action depends on one of the neighbouring stage, if that stage is on the same rank.
     LOCAL = "local"
-    # Needed is an action of the same stage, if the neighbouring stage is on another rank.
+    # The action depends on one of the same stage, if the neighbouring stage is on another rank.
     REMOTE = "remote"
-    # Needed is an action of the first stage on the rank with the model's first stage, for its shard
-    # of the embedding.
+    # The action depends on one that the rank with the model's first stage runs for its shard of the
+    # embedding. Such actions count as those of the rank's first stage.
     INPUT_SHARD = "input shard"
-    # Needed is an action of the first stage on the rank with the model's last stage, for its shard
-    # of the output layer.
+    # The action depends on one that the rank with the model's last stage runs for its shard of the
+    # output layer. Such actions count as those of the rank's first stage.
     OUTPUT_SHARD = "output shard"
-    FIRST = "first"  # needed is an action of the model's first stage, if it is on the same rank
-    LAST = "last"  # needed is an action of the model's last stage, if it is on the same rank
+    # The action depends on one of the model's first stage, if that stage is on the same rank.
+    FIRST = "first"
+    # The action depends on one of the model's last stage, if that stage is on the same rank.
+    LAST = "last"
 
 
 @dataclass(frozen=True)

@@ -502,7 +502,7 @@ def _cached(folder: Path) -> Callable[..., int]:
             has files that numba must not load.
     """
     if (foreign := disk_cache.foreign_file(folder)) is not None:
-        raise OSError(f"{foreign.name} in it is no file of numba's, or others could change it")
+        raise OSError(f"numba did not write {foreign.name} in it, or others may change that file")
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # closing it keeps numba from using a folder next to this file

@@ -377,7 +377,7 @@ def _without_gpu() -> None:
             wrap(
                 "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
                 local,
-                reason="Bridge asks for Transformer Engine's layers whatever those of the decoder",
+                reason="Bridge asks for Transformer Engine's layers, whichever the decoder has",
             ),
         )
     )

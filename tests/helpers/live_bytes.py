@@ -29,7 +29,8 @@ from tests.helpers.storages import LiveStorages, addresses
 # all-gathers over two ranks, 11 still held a tensor when they ended, and 1 a millisecond later.
 SETTLED = 0.01
 
-# Samples of memory: the action, its bytes held, and the bytes of messages.
+# A sample of memory at each action: its name, the bytes of tensors that the rank then holds, and
+# the bytes of messages that are on their way.
 Samples = tuple[tuple[str, int, int], ...]
 
 

@@ -404,7 +404,7 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
-    """Yield a remark on a variable that Megatron demands only with ``sizes``."""
+    """Yield a remark if ``sizes`` need an environment variable that the given sizes do not need."""
     from megatron_ext.launch.command.megatron_arguments import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1

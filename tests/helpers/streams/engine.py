@@ -64,7 +64,7 @@ class _Task:
 
 
 class Engine:
-    """The engine as its hooks show it. `run_backward` stands in for torch's own."""
+    """Stand-in for torch's autograd engine, which notes what runs by hooks of the graph's nodes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -124,8 +124,8 @@ def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> 
 
 
 def test_a_device_that_waits_takes_longer() -> None:
-    """A step takes longer on a device that waits at every pass, and longest on one that waits at
-    everything. One rank alone has nothing to wait for."""
+    """A step takes longer on a device whose passes wait for all messages posted before them, and
+    longest on one with a single queue for passes and messages. One rank alone has no messages."""
     for ranks, differ in ((4, True), (1, False)):
         made = program("1f1b", line_problem(ranks, 8, 10, 12, 8, 1))
         usual, waiting, queue = (

@@ -381,10 +381,10 @@ def test_memory_of_a_message(waits: bool) -> None:
 
 
 def test_operations_count_while_another_thread_is_in_gloo(cuda: Emulated) -> None:
-    """Operations are checked while another thread is in gloo.
+    """The emulated device checks the operations of one thread while another thread is in gloo.
 
-    A thread that passed on the verdict of post-validation used to hide the operations of passes
-    that ran at the same time, or all later ones.
+    While the thread of post-validation sent its verdict, operations of passes used to go unchecked,
+    or even all later ones.
     """
     has_begun, may_end = threading.Event(), threading.Event()
 

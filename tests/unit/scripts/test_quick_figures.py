@@ -27,9 +27,10 @@ def test_a_page_has_computed_figures(simulated: SimulatedTable | SimulatedSenten
 
 
 def test_the_bubble_that_the_page_of_doctor_explains_is_that_of_its_output() -> None:
-    """docs/checking-a-launch.md explains 1F1B's predicted bubble, which its output has.
+    """docs/checking-a-launch.md explains 1F1B's predicted bubble with the number that is in the
+    output of doctor on the same page.
 
-    The sentence used to say 26.9 %, after an estimate that had changed made the output 27.0 %.
+    When an estimate changed, the output said 27.0 % and the sentence still said 26.9 %.
     """
     page = (ROOT / "docs" / "checking-a-launch.md").read_text()
     (said,) = re.findall(r"1F1B's predicted bubble is ([\d.]+) %", page)

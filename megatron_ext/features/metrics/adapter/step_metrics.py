@@ -39,7 +39,7 @@ WARM_UP = 1  # first steps that are not measured, since kernels load and caches 
 
 @dataclass(frozen=True)
 class _Due:
-    """Metrics of ``program`` for iterations ``first`` to ``last``, while they are exchanged."""
+    """Metrics of iterations ``first`` to ``last`` under ``program``, which ranks still exchange."""
 
     exchange: AsyncAllGather
     program: Program

@@ -53,7 +53,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load,
-            reason="a step that Megatron reruns to compare results needs the same stages",
+            reason="a step that Megatron reruns from a checkpoint, to compare results, must run in "
+            "the pipeline stages of the checkpoint",
         ),
     )
 
