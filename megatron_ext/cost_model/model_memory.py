@@ -248,8 +248,8 @@ def _elements(
     """Return the number of elements of a gradient buffer, padding included, and of those whose
     optimizer states a rank holds.
 
-    The buffer is that of ``parameters``. Its optimizer states are partitioned over ``ranks``, of which
-    the first is counted.
+    The buffer is that of ``parameters``. Its optimizer states are partitioned over ``ranks``, of
+    which the first is counted.
     """
     if not state.distributed:
         elements = sum(parameter.elements for parameter in parameters)
