@@ -124,6 +124,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, object]]] = {
 # Settings that run only at night, because other settings above contain them and more.
 NIGHTLY = (
     "overlapped",
+    "overlapped, fused",
     "loop, distributed optimizer, fused",
     "experts one by one",
     "experts, grouped",

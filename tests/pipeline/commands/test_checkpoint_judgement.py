@@ -100,7 +100,6 @@ OTHERS: list[tuple[str, dict[str, object]]] = [
 ]
 BY_DAY = (
     ("stock, 2 stages a rank", False, "layout, 2 stages a rank"),
-    ("stock, 2 stages a rank", True, "PP 4"),
     ("stock, 2 stages a rank", True, "zb-v"),
     ("zb-v", False, "stock, 2 stages a rank"),
     ("zb-v", False, "zb-v, weights"),

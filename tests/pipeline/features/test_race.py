@@ -339,6 +339,7 @@ def test_it_begins_when_costs_are_measured(
     assert costs.exists()
 
 
+@nightly("test_callers.py has a race whose steps come to other sizes")
 def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) -> None:
     """A race starts anew when the batch size grows, because a round compares steps of one size."""
     run(
