@@ -81,6 +81,7 @@ PLACEMENTS: dict[str, Flags] = {
 }
 DAY = {
     ("untied, 2 depths, bf16", "zb-h1, room"),
+    ("untied, 2 depths, bf16", "zb-v, room"),
     ("untied, repeated layer, full recompute", "interleaved-zb, room"),
     ("tied, 1 depth", "zb-h1, room"),
     ("tied, 1 depth", "zb-v"),
