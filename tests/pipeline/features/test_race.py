@@ -31,7 +31,7 @@ from megatron_ext.race import race_texts, rounds
 from megatron_ext.race.race_record import RaceFigures
 from megatron_ext.runtime.host import host_memory as host_memory
 from megatron_ext.runtime.host.host_memory import HostMemory
-from tests.helpers.combinations import at_night, nightly
+from tests.helpers.combinations import nightly
 from tests.helpers.megatron_runs import (
     Run,
     assert_same,
@@ -107,6 +107,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
 # ---- a race changes no number of the training
 
 
+@nightly("test_the_next_start_knows_what_was_measured is stock's, too, over two starts")
 @pytest.mark.parametrize(
     ("race", "ranks", "alone", "winner", "more"),
     [
@@ -117,25 +118,23 @@ def said(capfd: pytest.CaptureFixture[str]) -> str:
             "zb-2p",
             {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 7},
         ),
-        *at_night(
-            ("zb-v", 2, "1f1b-v", "zb-v", {"bf16": True, "attention_dropout": 0.1}),
-            (
-                "zb-v",
-                4,
-                "1f1b-v",
-                "zb-v",
-                {
-                    "use_distributed_optimizer": True,
-                    "overlap_grad_reduce": True,
-                    "overlap_param_gather": True,
-                    "global_batch_size": 8,
-                },
-            ),
-            ("interleaved-zb", 2, None, "interleaved-zb", {}),
-            ("gis", 4, None, "gis", {"tensor_model_parallel_size": 2}),
-            ("zb-2p", 2, "1f1b", "no schedule", {"pipeline_vocab_parallel": "2"}),
-            ("zb-h1", 2, None, "zb-h1", {"pipeline_activation_offload": "half"}),
+        ("zb-v", 2, "1f1b-v", "zb-v", {"bf16": True, "attention_dropout": 0.1}),
+        (
+            "zb-v",
+            4,
+            "1f1b-v",
+            "zb-v",
+            {
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "global_batch_size": 8,
+            },
         ),
+        ("interleaved-zb", 2, None, "interleaved-zb", {}),
+        ("gis", 4, None, "gis", {"tensor_model_parallel_size": 2}),
+        ("zb-2p", 2, "1f1b", "no schedule", {"pipeline_vocab_parallel": "2"}),
+        ("zb-h1", 2, None, "zb-h1", {"pipeline_activation_offload": "half"}),
     ],
 )
 def test_a_race_changes_nothing_to_the_last_bit(

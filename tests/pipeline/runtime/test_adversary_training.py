@@ -73,8 +73,12 @@ def _cases() -> list[tuple[Case, str]]:
 
 
 CASES = _cases()
-# By day a line is in test_adversary.py, with divided vocabularies and post-validation, too.
-BY_DAY = [(case, mode) for case, mode in CASES if case.schedule == "zb-v"]
+# By day lines and divided vocabularies are in test_adversary.py.
+BY_DAY = [
+    (case, mode)
+    for case, mode in CASES
+    if case.schedule == "zb-v" and case.vocabulary is VocabularyParallel.NONE
+]
 
 
 def test_any_two_settings_that_go_together_meet() -> None:

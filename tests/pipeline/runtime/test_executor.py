@@ -37,7 +37,7 @@ from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Neighbour, Placement, line  # noqa: E402
 from megatron_ext.schedule.problem import P2P, Recompute  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule, recomputed  # noqa: E402
-from tests.helpers.combinations import in_pairs  # noqa: E402
+from tests.helpers.combinations import at_night, in_pairs  # noqa: E402
 from tests.helpers.random_schedules import mutate, random_case  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.schedules import written  # noqa: E402
@@ -322,7 +322,7 @@ def test_two_pipelines_in_one_world(pipelines: list[list[int]], p2p: P2P) -> Non
     values(run_ranks(4, run))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, *at_night(4)])
 def test_any_valid_schedule_runs(ranks: int) -> None:
     """Random valid schedules run: with random placements and orders, fixed and varying shapes,
     batched messages, and with forward passes alone."""

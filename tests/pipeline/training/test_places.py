@@ -41,7 +41,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.timeline import Event
 from tests.helpers.adversary import MODES
-from tests.helpers.combinations import at_night, nightly
+from tests.helpers.combinations import nightly
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import assert_same, losses, train_or_fail
 from tests.helpers.packed import packed_on_the_cpu
@@ -147,9 +147,8 @@ def test_replicas_swap_at_the_same_step(emulated: Path) -> None:
     assert [what for what, _ in programs(emulated, 4)] == expected
 
 
-@pytest.mark.parametrize(
-    ("mode", "schedule"), [("synchronising", "v-half"), *at_night(("late", "zb-h1"))]
-)
+@nightly("test_replicas_swap_at_the_same_step, and such devices are in test_adversary_training.py")
+@pytest.mark.parametrize(("mode", "schedule"), [("synchronising", "v-half"), ("late", "zb-h1")])
 def test_programs_change_while_devices_wait_or_are_late(
     mode: str, schedule: str, emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
