@@ -1,8 +1,8 @@
 """Megatron-Bridge's own ``pretrain`` on the CPU, on forked ranks.
 
 Bridge runs as in its package. Packages that it imports and that need a GPU, or that no test uses,
-have stand-ins: modules in which every name is an empty class. Such a class returns None when it is
-called, as Bridge's distillation does if there is none.
+have stand-ins: modules in which every name is an empty class. Calling such a class returns None.
+Bridge's distillation function, which is one of them, returns None too if nothing is distilled.
 """
 
 from __future__ import annotations
@@ -257,8 +257,9 @@ _ALIKE = frozenset(
 def read_recipes(
     folder: Path, recipes: Mapping[str, int]
 ) -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
-    """Return, for each of ``recipes`` with its number of ranks, the settings that no argument sets,
-    and the facts that a plan of the recipe reads differently from Bridge, with both values.
+    """Read each of ``recipes``, which are given with their numbers of ranks, and return for each
+    the settings that no argument of Megatron sets, and the facts for which `plan` reads another
+    value than Bridge, with both values.
 
     This changes the process, so call it in a forked one only.
     """
@@ -384,7 +385,8 @@ def _without_gpu() -> None:
 
 
 def _draw(model: list[Any]) -> list[Any]:
-    """Draw weights by name, wherever a stage is placed: Bridge's hook before a model is wrapped."""
+    """Bridge's hook before a model is wrapped: draw each weight from its name, so that it does not
+    depend on the rank of its stage."""
     for chunk in model:
         tied = chunk.share_embeddings_and_output_weights
         draw_by_name(
@@ -395,8 +397,8 @@ def _draw(model: list[Any]) -> list[Any]:
 
 
 def _draw_adapters(model: list[Any]) -> list[Any]:
-    """Draw low-rank adapters, which are added after `_draw`: Bridge's hook after a model is
-    wrapped."""
+    """Bridge's hook after a model is wrapped: draw the low-rank adapters, which Bridge adds after
+    it has called `_draw`."""
     for chunk in model:
         draw_by_name(
             (name, parameter)

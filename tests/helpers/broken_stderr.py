@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def closed() -> None:
-    """Close stderr, so that no process reads it."""
+    """Close stderr: the file descriptor 2 is no open file any more."""
     _keep_for_the_test()
     os.close(2)
 

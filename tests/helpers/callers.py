@@ -80,7 +80,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any, **given: Any) -> tupl
 
 
 def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the mean loss, and the same for the log."""
+    """Return the mean loss, and a dictionary of the same loss to be logged."""
     loss = output.mean()
     return loss, {"loss": loss.item()}
 
@@ -108,9 +108,10 @@ def whole_step(
     ranks.
 
     ``names`` yields the parameters of a chunk with their names in the whole model. ``data`` returns
-    the microbatches; of several replicas, each of which has Megatron's data-parallel wrapper, a
-    list for each. ``chunks`` is the number of virtual stages for Megatron's own schedule. ``call``
-    are more arguments of the schedule.
+    the microbatches or, if there are several replicas, a list of microbatches for each replica; the
+    chunks of replicas have Megatron's data-parallel wrapper. ``chunks`` is the number of virtual
+    stages for Megatron's own schedule. ``call`` are further arguments of Megatron's
+    forward_backward_func.
     """
     pipelines = context_parallel * tensor_parallel * replicas
     parallel_state.initialize_model_parallel(

@@ -19,8 +19,8 @@ IS_NIGHT = os.environ.get("MEGATRON_EXT_NIGHTLY", "") not in ("", "0")
 
 
 def at_night(*cases: Any) -> tuple[Any, ...]:
-    """Return ``cases`` at night only. By day other cases must have each of their settings and each
-    pair of settings."""
+    """Return ``cases`` at night, and no case by day. Other cases, which run by day, must contain
+    each setting and each pair of settings of these."""
     return cases if IS_NIGHT else ()
 
 

@@ -4,8 +4,8 @@ In Megatron only Transformer Engine's kernels support it. This module gathers th
 whole sequences over the group and passes them to Megatron's local attention, all with autograd.
 Like those kernels it has messages in F and in I. Everything else is Megatron's own.
 
-Slices of sequences gather keys and values themselves, so with them local attention need only be
-built.
+With --pipeline-slices, this project's code gathers the keys and values of a slice, so there
+`LocalAttention` only lets Megatron build its local attention.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Whole(torch.autograd.Function):
 
 
 class LocalAttention(Attention):
-    """Megatron's attention, which it builds only without context parallelism."""
+    """Megatron's local attention, which can be built here although context parallelism is on."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         undivided = copy.copy(config)

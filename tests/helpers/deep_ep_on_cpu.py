@@ -71,12 +71,13 @@ class Handle:
 
     @property
     def rows(self) -> Tensor:
-        """The number of the token of each sent row."""
+        """For each row that this rank sends, the number of its token."""
         return torch.cat(self.sent)
 
     @property
     def permutation(self) -> tuple[Tensor, Tensor]:
-        """The expert and the received row of each row of a local expert, expert after expert."""
+        """The expert and the received row of each row that a local expert computes, sorted by
+        expert."""
         assert self.chosen is not None
         experts, come = self.chosen.T.nonzero(as_tuple=True)
         return experts, come
@@ -146,8 +147,8 @@ class Buffer(_Exchange):
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> Any:
-        """Return the arguments of `dispatch`; the only one with content tells which experts get a
-        token."""
+        """Return what DeepEP passes on to `dispatch`. Only one of the values is used here: which
+        experts get each token."""
         is_chosen = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
         is_chosen.scatter_(1, topk_idx + 1, True)  # -1 means no expert
         return None, None, None, is_chosen[:, 1:], _Event()

@@ -1,4 +1,4 @@
-"""Costs that are estimated as in the first step of a launch."""
+"""Costs that are estimated in the way in which a launch estimates them before its first step."""
 
 from __future__ import annotations
 

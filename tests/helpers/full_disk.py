@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """Let files take ``room`` bytes and no more. Python ignores the signal, and writing beyond
-    raises OSError.
+    """Limit the size of a file to ``room`` bytes. Python ignores the signal SIGXFSZ, so a write
+    beyond the limit raises OSError.
 
     No bytecode is written meanwhile: Python would truncate it without an error, and no later
     process could import the module.

@@ -1,4 +1,5 @@
-"""The row of a rank, run on layers of which some are in CUDA graphs and the others split.
+"""One rank's passes, run on layers of which a part is captured in CUDA graphs and the rest has its
+weight gradients deferred to W.
 
 On the CPU graphs have a stand-in; on a GPU they are Transformer Engine's.
 """
@@ -86,7 +87,7 @@ def gradients(
 
     Args:
         make: function that captures graphs: `make_graphed_callables`.
-        graphs: None if nothing is captured.
+        graphs: the graphs to capture; None to run the same passes without any graph.
     """
     torch.manual_seed(0)
     chunks = [nn.ModuleList(build() for _ in range(LAYERS)).to(device, dtype) for _ in stages]
@@ -168,8 +169,8 @@ def _capture(
 def _run(
     row: Sequence[Action], chunks: dict[int, nn.ModuleList], data: dict[Any, Tensor]
 ) -> dict[tuple[int, int], Tensor]:
-    """Run ``row``, and return the gradients of the inputs of each stage, kept until the end as a
-    message might be."""
+    """Run ``row``, and return the gradients of the inputs of each stage. They are stored until the
+    end, as the send of such a gradient might still be pending then."""
     between: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     dx: dict[tuple[int, int], Tensor] = {}
     for action in row:

@@ -44,11 +44,11 @@ class Pool:
         self._returned.clear()
 
     def ended_backward(self, layer: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        """Return the buffers that a backward graph does not use any more.
+        """Return to the pool the buffers that a backward graph does not use any more.
 
-        Its ``outputs`` are returned now. The ``gradients`` that it wrote are returned when the
-        graph below it has run; those of the lowest layer of a chunk, when the lowest layer of the
-        next chunk has run.
+        Its ``outputs`` go back now. The ``gradients`` that it wrote go back when the graph below it
+        has run; those of the lowest layer of a chunk, when the lowest layer of the next chunk has
+        run.
         """
         self._returned += outputs
         if self._above is not None and self._above[0] == layer + 1:

@@ -59,7 +59,8 @@ class _LocalBackend(LocalSpecProvider):
 
 
 def stub_kernels() -> None:
-    """Give meanings on the CPU to names that only GPUs have, in this process."""
+    """Replace names of Megatron that only exist with GPU packages by versions for the CPU, in this
+    process."""
     torch.compiler.set_stance("force_eager")
     common.HAVE_FLA = True
     common.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,7 +1,8 @@
 """Bytes of a training step on one rank after every action, whatever runs in it.
 
 Storages count that were created during the step and are still alive, as in `held_bytes`, which also
-says whose they are. This module compares two runs of one program, so the owners do not matter.
+attributes each storage to a stage and a microbatch. This module compares two runs of one program,
+so the owners do not matter.
 """
 
 from __future__ import annotations

@@ -105,8 +105,9 @@ class _Attributes:
     """Remembers which modules hold a patched attribute.
 
     Each rank would otherwise look at the attributes of all modules, and so copy their pages. Each
-    plan and each check of a launch command would do so as well, for most of its time. In modules
-    that were imported before, only the engine sets such attributes.
+    plan and each check of a launch command would do so as well, for most of its time. Modules that
+    were imported before the ranks are forked get such attributes only from this project's engine of
+    patches.
     """
 
     def __init__(self) -> None:

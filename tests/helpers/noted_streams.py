@@ -1,5 +1,5 @@
-"""A record, made on the CPU, of the work that Megatron's schedule plans and this project's messages
-would give to the streams of a device.
+"""A record, made on the CPU, of the work that a GPU's streams would get from this project's
+messages and from Megatron's schedule plans, which overlap a forward and a backward pass.
 
 The nodes of a plan run on two streams, each after the plan's event. On the CPU everything runs at
 once and in the host's order. `note_streams` records what a rank would have given its device, and
@@ -117,8 +117,8 @@ def _noted_node(context: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plan_of(node: Any) -> int:
-    """Return the number of the plan of ``node``. The node of the loss function belongs to none and
-    counts as a plan of its own."""
+    """Return the number of the schedule plan that contains ``node``. The node of the loss function
+    belongs to no plan, and counts as a plan of its own."""
     owner = getattr(node, "chunk_state", node)
     number: int = vars(owner).setdefault("noted", next(_plans))
     return number

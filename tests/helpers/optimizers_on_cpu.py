@@ -81,8 +81,8 @@ def multi_tensor_adam(chunk: int, skip: Tensor, lists: Lists, *settings: Any) ->
 def multi_tensor_adam_param_remainder(
     chunk: int, skip: Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """Run one step of Adam with the bits that bf16 lacks in place of parameters in high
-    precision."""
+    """Run one step of Adam for bf16 parameters. A tensor with the lower 16 bits of each fp32
+    parameter stands in for the parameters in high precision."""
     for gradient, parameter, first, second, remainder in zip(*lists, strict=True):
         upper = parameter.view(torch.int16).int() - (remainder < 0).int()
         high = ((upper << 16) | (remainder.int() & 0xFFFF)).view(torch.float32)

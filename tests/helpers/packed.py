@@ -59,8 +59,8 @@ def sliced_packs_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_prompts_on_the_cpu() -> Iterator[None]:
-    """Let models that are built in the block run sequences with Megatron's own attention, and rows
-    of shared prompts as Transformer Engine's attention would."""
+    """Let models that are built in the block run packed sequences with Megatron's own attention.
+    Rows with shared prompts run as they would with Transformer Engine's attention."""
     known = [AttentionToPrompts.forward]
     with (
         mock.patch.object(backends, "DotProductAttention", AttentionToPrompts),
@@ -81,8 +81,8 @@ def _made_up_conversations() -> Iterator[None]:
 
 
 def packed_params(lengths: Sequence[int], padding: Sequence[int] | None = None) -> PackedSeqParams:
-    """Return the parameters of sequences of these lengths, in tokens, each followed by its
-    ``padding``."""
+    """Return Megatron's PackedSeqParams for sequences of these ``lengths`` in tokens, each followed
+    by as many tokens of ``padding``."""
     ends = _ends(lengths)
     padded = None if padding is None else _ends([*map(sum, zip(lengths, padding, strict=True))])
     longest = max(lengths)

@@ -114,7 +114,8 @@ class SourceWords:
 
 
 def read_source(text: str, *, strings: bool = True) -> SourceWords:
-    """Return the places of the file ``text``. `CLASS_NAMES` has a place for each public class.
+    """Return the places in the source ``text`` that break a rule, and each public class as a place
+    of the rule `CLASS_NAMES`.
 
     Args:
         strings: whether to check comments, and phrases in strings such as errors and help texts;
@@ -168,7 +169,8 @@ def _exceptions(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _comments(text: str) -> Iterator[Place]:
-    """Yield the comments that begin with a word for a subject that their reader has not seen."""
+    """Yield the comments that begin with a word such as "It", whose noun the reader has not
+    seen."""
     last = -1  # number of the line with the latest comment that has a line of its own
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:

@@ -1,4 +1,5 @@
-"""The end of the planning time before a line of code, for tests of what it interrupts there."""
+"""The end of the planning time before a chosen line of code, for tests that interrupt code
+there."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from megatron_ext.planner.planning_time import PlanningEnd
 
 
 def ended_at(number: int, codes: tuple[CodeType, ...], compute: Callable[[], object]) -> bool:
-    """Whether ``compute`` executes more than ``number`` lines of ``codes``.
+    """Run ``compute``, let the planning time end in it, and return whether that has happened.
 
-    If so, the planning time ends before the line with this ``number``, as a signal ends it.
+    The time ends after ``number`` executed lines of ``codes``, by the exception that a signal
+    raises there in a plan. It does not end if ``compute`` executes no more lines of ``codes``.
     """
     left, has_ended = iter([None] * number), False
     trace = sys.gettrace()

@@ -23,7 +23,8 @@ def stocks_steps(
     Args:
         stand_in: module below tests.helpers that runs the steps and writes them into ``folder``.
         ranks: number of ranks, of which two are a pipeline.
-        callers: lists of scripts/callers whose packages the stand-in imports.
+        callers: names of the requirements lists in scripts/callers whose packages the stand-in
+            imports.
     """
     path = []
     for caller in callers:
@@ -68,8 +69,8 @@ def stocks_steps(
 
 
 def check_replicas(by_rank: Sequence[Sequence[dict[str, Any]]], of_data: str) -> None:
-    """Check that the two replicas of four ranks have the same weights and, by their results
-    ``of_data``, different data."""
+    """Check, with four ranks, that both replicas have the same weights and different data. The
+    results with the key ``of_data`` depend on the data."""
     # Ranks 0 and 1 each have the first stage of one replica.
     for first, second in zip(*by_rank[:2], strict=True):
         assert first["weights"] == second["weights"], "replicas part"

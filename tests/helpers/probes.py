@@ -111,8 +111,8 @@ def _run(code: str, folder: Path) -> None:
 
 
 def check_listed(what: str, files: set[str], edits: Iterable[Edit]) -> None:
-    """Compare ``files``, which a developer who adds ``what`` changes, with the page that lists
-    them."""
+    """Compare ``files``, which change when a developer adds ``what``, with the list of them on the
+    page architecture.md."""
     by_hand = {name for name, *_ in edits}
     assert by_hand <= files
     edited, written = (

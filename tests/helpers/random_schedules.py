@@ -189,8 +189,8 @@ def _swap_sends(row: list[Action], at: int, other: int, random: Random) -> None:
 
 
 def _receive_sooner(row: list[Action], at: int, other: int, random: Random) -> None:
-    """Move a receive to an earlier place. On its own channel this is sound; on the only channel it
-    may hang."""
+    """Move a receive to an earlier place. This is sound if the direction has a channel of its own,
+    and may deadlock if all messages share one channel."""
     at = random.choice([n for n, action in enumerate(row) if action.kind in RECEIVES])
     row.insert(random.randint(0, at), row.pop(at))
 

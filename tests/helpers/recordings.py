@@ -16,21 +16,22 @@ Tensors = dict[Piece, np.ndarray]
 
 
 def piece(name: str, values: np.ndarray, index: tuple[int, ...] = ()) -> Piece:
-    """Return the piece that is a whole tensor."""
+    """Return the description of a tensor that is recorded as one piece."""
     shape = values.shape
     dtype = str(values.dtype)
     return Piece(name, index, shape, (0,) * len(shape), shape, 0, values.size, dtype)
 
 
 def tensor(name: str, values: Sequence[float], index: tuple[int, ...] = ()) -> Tensors:
-    """Return one tensor of single precision, by its piece."""
+    """Return a tensor of ``values`` in fp32, with the description of its only piece as the key."""
     array = np.array(values, np.float32)
     return {piece(name, array, index): array}
 
 
 @dataclass(frozen=True)
 class Course:
-    """Data that the ranks of a small training record; ``ranks`` are the tensors of an iteration."""
+    """Data that the ranks of a small training record. ``ranks`` has, for each rank, its tensors in
+    an iteration."""
 
     losses: Sequence[float] = (3.0, 2.5, 2.0)
     norms: Sequence[float] = (1.5, 1.25, 1.125)
@@ -50,7 +51,7 @@ class Course:
 
 
 def write(folder: Path, course: Course) -> Path:
-    """Record ``course`` in ``folder``."""
+    """Write the recordings of all ranks of the training ``course`` to ``folder``."""
     iterations = len(course.losses)
     about = {"world_size": len(course.ranks), "first": 0, "iterations": iterations}
     for rank, tensors in enumerate(course.ranks):

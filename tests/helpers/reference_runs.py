@@ -1,4 +1,5 @@
-"""A second check of schedules: ranks that run them in parallel, by the meaning of their text."""
+"""A second check of schedules: an independent simulation of ranks that run a schedule in
+parallel."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class _Ranks:
         return Run(self.times, stuck=tuple(standing))
 
     def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:
-        """Return whether a rank that has started all of ``before`` may start ``action``."""
+        """Return whether a rank that has started the actions ``before``, and no others, may start
+        ``action``."""
         return not self.held_up or not before or before[-1] in self.times
 
     def step(self, rank: int, action: Action) -> bool:

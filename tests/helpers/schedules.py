@@ -76,7 +76,7 @@ def written(text: str, rank_of: Sequence[int], name: str = "written") -> Schedul
 
 
 def names_of_stages(p: int, chunks: int) -> list[types.SimpleNamespace]:
-    """Return stages that only know their number, as in torch's own tests of schedules."""
+    """Return stages that have a number and no model, as in torch's own tests of schedules."""
     torch = pytest.importorskip("torch")
     return [
         types.SimpleNamespace(

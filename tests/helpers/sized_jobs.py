@@ -1,4 +1,5 @@
-"""The work of a described job with other sizes, for tests without a launch."""
+"""Trainings of a model that is described by its sizes, with other parallel sizes, for tests that
+plan without a launch command."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megatron_ext.schedule.placement import Placement
 
 
 def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
-    """Return the training with ``sizes``, for any layout and schedule."""
+    """Return the training ``job`` with the parallel ``sizes``. Its layout and schedule are still
+    open."""
     model, execution = job.model_of(sizes), job.execution_of(sizes, recompute)
 
     def costs_of(stages: Sequence[Stage], placement: Placement, slices: int) -> Costs:
@@ -43,7 +45,7 @@ def work_of(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> Work:
 
 
 def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
-    """Return the trainings of ``job`` with ``sizes``, by its description: one for each choice of
+    """Return the trainings of ``job`` with the parallel ``sizes``: one for each choice of
     recompute."""
     works = [work_of(job, sizes, recompute) for recompute in job.recompute]
     return SizedWorks(works, lambda stages: Layout(tuple(job.model.evenly(stages))))

@@ -161,7 +161,7 @@ class LinearStage:
     last one computes a loss from y.
 
     Attributes:
-        data: number of the pipeline's data, so that two pipelines can differ.
+        data: number that selects the data, so that two pipelines can have different data.
         varies: whether the number of samples differs by microbatch.
         events: list to which it appends what it runs, in order.
         faults: function to call when it comes to an action.
@@ -432,11 +432,12 @@ class Pipeline:
 
 
 def expected_events(program: Program, rank: int, begins_again: bool = False) -> list[str]:
-    """Return the rank's row, with the completion of each stage right after its last weight
-    gradient, or after the completion of the rank's later stages.
+    """Return what ``rank`` does in a step: the actions of its row, and the completion of each stage
+    after its last weight gradient and after the completion of the rank's later stages.
 
-    ``begins_again``: before these come the actions that run before a bad verdict on the last step,
-    and are dropped.
+    If ``begins_again``, the step is restarted after a bad verdict of post-validation on the step
+    before. The list then begins with the actions that had run by then and whose results are
+    dropped.
     """
     row = program.schedule.rows[rank]
     last = {a.stage: a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers}
@@ -500,8 +501,9 @@ def add_gradients(stages: list[LinearStage], program: Program) -> None:
 def _add_up(
     stages: list[LinearStage], program: Program, per_microbatch: Sequence[list[list[Tensor]]]
 ) -> None:
-    """Add ``per_microbatch``, the gradients of each of ``stages`` by microbatch, in the order of
-    the program: ascending for this project's families, any order for a random program."""
+    """Add the gradients of each of ``stages``, given by microbatch in ``per_microbatch``. They are
+    added in the order of the program: ascending for this project's families, any order for a random
+    program."""
     placement = program.schedule.placement
     for stage in stages:
         row = program.schedule.rows[placement.rank_of[stage.number]]

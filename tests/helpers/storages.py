@@ -20,8 +20,9 @@ from megatron_ext.schedule.placement import Placement
 class LiveStorages(TorchDispatchMode):
     """The storages created while this mode is on that are still alive.
 
-    ``maker`` is noted for the storages that are created from then on. A weak reference keeps the
-    address of its storage, so an address means one storage as long as this object knows it.
+    Storages that are created from now on are recorded as created by the action ``maker``. A weak
+    reference keeps the address of its storage, so an address means one storage as long as this
+    object knows it.
     """
 
     def __init__(self) -> None:

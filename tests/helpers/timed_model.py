@@ -157,7 +157,8 @@ class _Work:
 
 
 class _Pass(torch.autograd.Function):
-    """A pass whose forward takes F, and whose backward takes I, and W unless it is deferred."""
+    """A pass on the emulated clock: its forward takes the seconds of F. Its backward takes the
+    seconds of I, and those of W unless W is deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: _RankClock, forward: float, backward: float) -> Tensor:
@@ -172,8 +173,9 @@ class _Pass(torch.autograd.Function):
 
 
 def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a model provider for one `train`, whose model takes ``times`` by the clock of traces.
-    ``patch`` lasts as long as the training."""
+    """Return a model provider for one call of `train`. On the emulated clock, which is also the
+    clock of traces, the model's parts take ``times``. Replacements in ``patch`` last as long as the
+    training."""
     clock = _RankClock(times.message)
     put, record, computing = WeightGradients.put, Recorder.record, Recorder.computing
 

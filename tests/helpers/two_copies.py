@@ -94,8 +94,8 @@ def random_two_copies(random: Random) -> TwoCopies:
 
 
 def makespan(copies: TwoCopies, hop: float) -> float:
-    """Return how long ``copies`` takes with F = 1, B = 2 and I = W = 1 on each stage, and ``hop``
-    for each message: each pass runs as soon as its rank is free and its input is there."""
+    """Return the makespan of ``copies``, in which F takes 1, B 2, I and W 1 each on every stage,
+    and a message ``hop``. Each pass runs as soon as its rank is free and its input is there."""
     return _makespan(copies.rows, len(copies.rank_of), copies.copy_of, copies.rank_with, hop)
 
 

@@ -55,9 +55,11 @@ def orders_of_collectives(ranks: Sequence[Sequence[Given]]) -> dict[Any, list[li
 
 
 def unordered(row: Sequence[Given]) -> list[tuple[Any, Any]]:
-    """Return the nodes of a plan that may run before the previous node, whose output they read, on
-    a device with this ``row`` of work; and in the same way collectives of one group, which other
-    ranks may then run in another order."""
+    """Return pairs of works that a device with this ``row`` of work may run in the wrong order.
+
+    A pair is two successive nodes of a plan, the second of which reads the first one's output, or
+    two successive collectives of one group, which ranks may then run in different orders.
+    """
     behind = _behind(row)
     latest: dict[Any, int] = {}
     wrong = []

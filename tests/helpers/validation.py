@@ -20,13 +20,13 @@ RATE = 0.1
 
 @dataclass(frozen=True)
 class Course:
-    """Course of some steps: for each bad step, the first rank of the chain that knows that it is
-    bad.
+    """Course of some optimizer steps. A bad step is one that is clipped or skipped. Ranks pass
+    their partial norms on along a chain, from the rank of the first stage to that of the last.
 
     Attributes:
         steps: number of steps.
-        clips: by step, the rank with which the norm becomes too large.
-        overflows: by step, the rank with an inf among its gradients.
+        clips: by step, the position in the chain at which the partial norm becomes too large.
+        overflows: by step, the position in the chain of the rank with an inf among its gradients.
     """
 
     steps: int

@@ -241,7 +241,7 @@ def take_packed_attention() -> None:
 
 
 def write(result: dict[str, Any], numbers: list[torch.Tensor]) -> None:
-    """Write the results, and the numbers that digests do not show, for the test."""
+    """Write for the test ``result``, which has digests, and ``numbers``, the numbers themselves."""
     path = Path(SETTINGS["result"])
     path.write_text(json.dumps(result))
     torch.save(numbers, path.with_suffix(".pt"))

@@ -41,8 +41,8 @@ _IMPORTED = (
 
 
 def write_model(folder: Path, **settings: Any) -> None:
-    """Write a Qwen2 with random weights, or a Qwen3 with experts, and its tokenizer, as they are
-    downloaded."""
+    """Write a Qwen2 with random weights, or a Qwen3 with experts, and its tokenizer, as files like
+    those of a model downloaded from Hugging Face."""
     transformers: Any = importlib.import_module("transformers")
     tokenizers: Any = importlib.import_module("tokenizers")
     torch.manual_seed(0)

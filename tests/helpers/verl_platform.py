@@ -11,7 +11,8 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 
 class _Device:
-    """torch.cuda as the CPU platform leaves it, with the values of a device."""
+    """torch.cuda as the CPU platform of this project replaces it, and the few values of a device
+    that verl reads."""
 
     @staticmethod
     def device_count() -> int:

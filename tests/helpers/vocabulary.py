@@ -36,7 +36,7 @@ SHAPE = (2, 6)  # shape of the tokens: samples, tokens of a sample
 
 @dataclass(frozen=True)
 class Model:
-    """A trained model, and the partition of its sequences."""
+    """A model to be trained, and whether its sequences are split by sequence parallelism."""
 
     dtype: torch.dtype = torch.float32
     is_tied: bool = False
@@ -122,7 +122,7 @@ class EndlessStage(LinearStage):
 
 @dataclass
 class Ends:
-    """The data, and the loss function."""
+    """The data at both ends of the pipeline: tokens and labels, and the loss function."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     shape: tuple[int, int] = SHAPE
@@ -145,7 +145,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table, as a module has them."""
+    """A module that only has a weight: some rows of a table."""
 
     weight: Tensor
 
@@ -179,7 +179,8 @@ class Connections:
 
 
 def connect(program: Program, tensor_parallel: int = 1) -> Connections:
-    """Return the groups for ``program`` and others on its placement."""
+    """Return the groups and channels for ``program``. They also serve other programs with the same
+    placement."""
     rank, world = dist.get_rank(), range(dist.get_world_size())
     mine: list[dist.ProcessGroup] = []
     pipelines = [[*world[t::tensor_parallel]] for t in range(tensor_parallel)]

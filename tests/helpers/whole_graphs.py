@@ -1,15 +1,16 @@
 """CUDA graphs of whole iterations without a GPU: stand-ins for `torch.cuda.graph` and its graph.
 
-A capture runs the step and notes each operation of torch, each message and each wait for one; then
-it restores what the step has written, and spoils what it has made. A replay gives torch just these
-again, on the same memory: whatever else the host has done in the step is not done again, as on a
-GPU. What a capture has no place for fails, with its line: a number or an array made of a tensor, a
-tensor made of numbers on a device, a wait for the device or a query of it, a time, torch's store, a
-barrier. So does, at any time and in any thread, a query of an event that was recorded in a capture.
+A capture runs the step and records each operation of torch, each message and each wait for one.
+Then it restores the memory that the step has written, and overwrites the memory that the step has
+allocated. A replay gives torch just the recorded operations again, on the same memory: whatever
+else the host has done in the step is not done again, as on a GPU. What a graph cannot contain
+fails, and the error names its line: a number or an array made of a tensor, a tensor made of numbers
+on a device, a wait for the device or a query of it, a time, torch's store, a barrier. A query of an
+event that was recorded in a capture fails, too, at any time and in any thread.
 
-It misses: copies of memory that is not pinned, draws of random numbers, the memory that tensors of
-a graph share, streams that do not join again, communicators that are not connected, and libraries'
-own kernels.
+The emulation misses: copies of memory that is not pinned, draws of random numbers, the memory that
+tensors of a graph share, streams that do not join again, communicators that are not connected, and
+libraries' own kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def _fail(what: str) -> None:
 
 
 def _aliases(value: Any) -> Any:
-    """Return ``value`` with tensors of the same memory: `.data` of a tensor may be set later."""
+    """Return ``value`` with each tensor replaced by another tensor of the same memory, because
+    `.data` of the original may be set later."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -85,7 +87,7 @@ class Graph:
 
     Attributes:
         entries: what a replay does, in order.
-        findings: what captures of this process had no place for.
+        findings: the operations in captures of this process that a graph cannot contain.
     """
 
     findings: ClassVar[list[str]] = []
@@ -307,7 +309,8 @@ def recorded_event() -> Event:
 
 
 class _Tracker(random.CudaRNGStatesTracker):
-    """Tracker of generators that nothing draws from in a captured step."""
+    """Tracker of random generators. It does nothing in a captured step, in which no random number
+    is drawn."""
 
     def __init__(self, **unused: object) -> None:
         super().__init__()

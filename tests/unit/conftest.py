@@ -1,5 +1,5 @@
-"""Fixtures of tests without ranks: a cache folder of their own, quick searches, and the figures
-that a test draws."""
+"""Fixtures of tests without ranks: their own cache folder, quick searches, and the pictures that a
+test saves."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def shared_cache(
 
 @pytest.fixture(scope="session", autouse=True)
 def packs_fast(small_searches: None) -> Iterator[None]:
-    """Let tests without ranks pack schedules with numba if it is installed, also for few plans. The
-    results are the same; a rank of a test would need more time to load numba than it saves."""
+    """Let tests without ranks pack schedules with numba if it is installed. numba is then used even
+    for a short search. The results are the same. Ranks of a test do not use it, as loading numba
+    would take them more time than it saves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best, "effort", same_effort)
         patch.setattr(pack, "packer", fast_packer)

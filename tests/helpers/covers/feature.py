@@ -1,7 +1,8 @@
-"""A feature: a setting that is switched on, as far as a test has to show it.
+"""A feature: a setting that is switched on, with the class of its value.
 
-Values that no schedule can tell apart are one class: context parallelism over 2 ranks stands for
-that over 32. A setting that is off, or that no test needs to show, has no feature.
+A test has to show each class. Values that no schedule can tell apart are one class: context
+parallelism over 2 ranks stands for that over 32. A setting that is off, or that no test needs to
+show, has no feature.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ Value = Any  # the value of a setting: a bool, number, text or list, as in JSON
 
 @dataclass(frozen=True, order=True)
 class Feature:
-    """``setting`` with a class of its values; ``text`` names the class, and is "" for a switch."""
+    """A setting and a class of its values. ``text`` names the class; it is empty if the setting is
+    a switch."""
 
     setting: str
     text: str = ""

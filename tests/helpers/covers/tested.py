@@ -20,7 +20,7 @@ class Tested:
     """Evidence for a recipe.
 
     Attributes:
-        grade: grade of its worst feature; None if no test shows one of them.
+        grade: grade of the feature that is shown worst; None if a feature is shown by no test.
         missing: features that no test shows under the recipe's kind of schedule.
     """
 
@@ -74,12 +74,12 @@ def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
 
 
 def features_of(recipe: Recipe) -> frozenset[Feature]:
-    """Return the features that ``recipe`` switches on and that a test has to show. No test shows a
-    setting that only Megatron knows."""
+    """Return the features that ``recipe`` switches on and that a test has to show. They include the
+    settings that only Megatron knows, although no test can show these."""
     named = {name: value for name, value in recipe.settings.items() if is_known(name)}
     return features(named) | {Feature(name) for name in recipe.settings.keys() - named.keys()}
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return the kind of schedule that has the stages of ``recipe``."""
+    """Return the kind of schedule that has as many stages on a rank as ``recipe``."""
     return "line" if recipe.chunks == 1 else "loop"

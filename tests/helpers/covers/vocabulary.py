@@ -47,7 +47,8 @@ def _layout(value: Value) -> tuple[str, ...]:
 
 
 def _symbols(value: Value) -> tuple[str, ...]:
-    """Return the layers of a hybrid model's pattern, in which | ends a stage and / a depth."""
+    """Return the kinds of layers in a hybrid model's pattern, in which | ends a pipeline stage and
+    / ends a depth of multi-token prediction."""
     if value is None:
         return ()
     symbols = sorted(set(str(value)) - set("|/"))

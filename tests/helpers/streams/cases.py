@@ -78,7 +78,7 @@ BAD = {3: 100.0}  # factor of the gradients, by iteration
 
 
 def leaving(how: str) -> Flags:
-    """Return the flags of activation offload ``how``."""
+    """Return the flags of activation offload with the value ``how``."""
     flags = {
         "pipeline_activation_offload": how,
         "pipeline_costs": "f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
@@ -88,8 +88,8 @@ def leaving(how: str) -> Flags:
 
 @dataclass(frozen=True)
 class Case:
-    """A run on emulated streams. On each of its ranks at least ``crossings`` accesses cross
-    streams, which is at most half of the counted number."""
+    """A run on emulated streams. The run fails if fewer than ``crossings`` accesses of a rank cross
+    streams. This bound is at most half of the number that was counted when the case was written."""
 
     run: Callable[[], None]
     crossings: int
@@ -325,7 +325,8 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
 
 
 def _gains_by_validation(entry: FamilyEntry, options: Set[str]) -> bool:
-    """Return whether steps overlap on two ranks: on a loop they do not, nor with an R."""
+    """Return whether post-validation lets the steps of this family overlap on two ranks. On a loop,
+    and with recompute, they do not."""
     return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in options
 
 

@@ -110,7 +110,7 @@ class EmulatedStream:
         self.device.synchronize(self.number)
 
     def query(self) -> bool:
-        """Return True and let the host wait, so that it knows that all work has ended."""
+        """Return True, after the host has waited for the stream: all its work has ended then."""
         self.synchronize()
         return True
 
@@ -138,7 +138,8 @@ class EmulatedEvent:
             self.device.clocks.wait_on_host(self._behind)
 
     def query(self) -> bool:
-        """Return True and let the host wait, so that it knows that all work has ended."""
+        """Return True, after the host has waited for the event: all work before it has ended
+        then."""
         self.synchronize()
         return True
 
@@ -188,7 +189,7 @@ def cuda_names(device: Device) -> dict[str, Any]:
 
 
 def watch_resizes(device: Device) -> Callable[..., Any]:
-    """Return a `torch.UntypedStorage.resize_` that tells ``device``."""
+    """Return a `torch.UntypedStorage.resize_` that also reports each resize to ``device``."""
     resize = torch.UntypedStorage.resize_
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:

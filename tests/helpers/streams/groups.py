@@ -153,8 +153,8 @@ class EmulatedGroups:
         return stand_ins
 
     def made_for_hosts(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``make``, which creates groups by keys, with its groups recorded as groups of
-        hosts."""
+        """Return the function ``make``, which returns a dictionary of groups, changed so that its
+        groups are recorded as groups of hosts."""
 
         def made(*args: Any, **more: Any) -> Any:
             groups = make(*args, **more)
@@ -251,7 +251,7 @@ class EmulatedWork:
         return True
 
     def end(self, *timeout: Any) -> None:
-        """Return when gloo has moved the data. No stream has waited for it by then."""
+        """Wait until gloo has moved the data. This makes no stream wait."""
         if not self._has_ended:
             self._groups.call(self._work.wait, *timeout)
             self._has_ended = True

@@ -29,8 +29,8 @@ class EmulatedCopies(CudaCopies):
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """Do nothing: the driver does not wait when it unregisters memory, and the end of the
-        buffer is checked."""
+        """Do nothing. The driver does not wait when it unregisters memory, and the emulation
+        already checks that no copy uses the buffer when its memory is freed."""
 
 
 def pageable(device: Device, size: int) -> Tensor:

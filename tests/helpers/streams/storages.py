@@ -29,7 +29,7 @@ _Use = tuple[int, str]  # time, and the name of the operation
 
 
 class Memory(enum.Enum):
-    """Place of a storage."""
+    """Kind of memory in which a storage is."""
 
     DEVICE = "device memory"
     PINNED = "pinned host memory"
@@ -255,8 +255,8 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _drop_within(uses: dict[_Range, _Use], low: int, high: int) -> None:
-    """Forget uses of bytes that are all overwritten now: later accesses are ordered by the
-    write."""
+    """Forget the uses of bytes that a write has just overwritten: an access that is ordered after
+    the write is ordered after these uses, too."""
     for key in list(_within(uses, low, high)):
         del uses[key]
 

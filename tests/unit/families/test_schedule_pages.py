@@ -99,8 +99,8 @@ def measured(spec: str, p: int, m: int, costs: tuple[int, int, int]) -> tuple[fl
 
 
 def variants(name: str) -> list[tuple[str, int]]:
-    """Return the specs of ``name`` with their chunks a rank: a loop with 2 and with 3, others as
-    they are."""
+    """Return the specs of the schedule ``name``, each with its number of chunks a rank. A loop
+    schedule has two specs, with 2 and with 3 chunks; another schedule has one."""
     placement = choose(name).place(4)
     if placement.name == "loop":
         return [(f"{name}:vpp={v}", v) for v in (2, 3)]

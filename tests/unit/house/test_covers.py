@@ -171,7 +171,7 @@ def resolved() -> tuple[Recipe, ...]:
 
 @functools.cache
 def everything() -> tuple[Shown, ...]:
-    """Return a pretended test for each feature of a recipe, and one test of all features."""
+    """Return made-up tests: one for each feature of a recipe, and one that has all features."""
     found = {feature for recipe in resolved() for feature in features_of(recipe)}
     one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in found]
     return (*one_by_one, Shown("all", "B", KINDS, frozenset(found)))

@@ -33,8 +33,8 @@ ELSEWHERE = {"found NaN in local forward loss calculation"}
 
 
 def template(text: ast.expr) -> str:
-    """Return the text of a string or an f-string, with flags written out and a line break for each
-    value."""
+    """Return the text of a string or an f-string. A flag in the f-string is written out, and any
+    other value becomes a line break."""
     match text:
         case ast.Constant(str(value)):
             return value

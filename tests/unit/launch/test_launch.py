@@ -480,7 +480,7 @@ HOST = socket.gethostname()
 
 
 class Node:
-    """Ranks of a launch on one node, which come to the same mistake one after another."""
+    """Ranks of a launch on one node, which meet the same error one after another."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp: Path

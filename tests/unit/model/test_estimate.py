@@ -58,7 +58,8 @@ ALONE = replace(WHOLE, peers=math.inf)  # infinitely fast links between peers, s
 
 
 def gpt(layers: int | Sequence[str], vocabulary: int = 0, **others: Any) -> Model:
-    """Return a GPT with ``layers``, or with so many dense layers if it is a number."""
+    """Return a GPT with these ``layers``. If ``layers`` is a number, it is the number of dense
+    layers."""
     own = ("*-",) * layers if isinstance(layers, int) else tuple(layers)
     sizes: dict[str, Any] = {
         "hidden_size": WIDTH,
@@ -77,8 +78,8 @@ def costs_of(
     model: Model | None = None,
     **run: Any,
 ) -> Costs:
-    """Return the costs of ``model``, or else of a GPT, with ``layers`` on the stages; ``run``
-    changes fields of `RUN`."""
+    """Return the costs of ``model``, by default a GPT. ``layers`` are the numbers of layers of the
+    stages, and ``run`` changes fields of the execution `RUN`."""
     model = model or gpt(sum(layers), vocabulary)
     run = {"fused": False} | run
     execution = replace(RUN, transformer_engine=run.pop("fused"), **run)

@@ -25,7 +25,8 @@ from tests.helpers.schedules import drawn, line_problem, program, table
 
 
 def step(drawing: str) -> Timeline:
-    """Return the timeline that `drawn` would draw like this, for one stage a rank."""
+    """Return the timeline that `tests.helpers.schedules.drawn` would print as ``drawing``, with one
+    stage a rank."""
     events: list[Event] = []
     for rank, text in enumerate(table(drawing).splitlines()):
         for column, cell in enumerate(text.split()[1:]):

@@ -423,8 +423,8 @@ def paths_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def renamed(data: Any, path: tuple[Any, ...]) -> list[Any]:
-    """Return, in a list, the table or list at ``path`` without its last item; the list is empty if
-    there is none."""
+    """Return a list of a copy of the table or list at ``path`` without its last item. The returned
+    list is empty if ``path`` leads to anything else."""
     for key in path:
         data = data[key]
     if isinstance(data, dict) and data:

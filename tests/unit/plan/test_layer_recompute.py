@@ -146,7 +146,8 @@ def even(stages: int) -> Layout:
 
 @functools.cache
 def fullest(own: LayerRecompute) -> float:
-    """Return the bytes of the fullest rank of a launch with the recompute ``own``."""
+    """Return the bytes on the rank that stores most, in a launch whose recompute settings are
+    ``own``."""
     return compared(own, None).baseline.fullest
 
 

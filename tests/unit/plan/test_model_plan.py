@@ -64,7 +64,7 @@ def training(
 
 
 def among(variant_of: VariantOf, *names: str) -> VariantOf:
-    """Return ``variant_of`` restricted to the families ``names``."""
+    """Return the function ``variant_of``, restricted to the families ``names``."""
     return lambda name, method: variant_of(name, method) if name in names else None
 
 
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_recomputed() -> None:
 
 
 def keeping(variant_of: VariantOf) -> VariantOf:
-    """Return ``variant_of`` whose variants forbid recompute."""
+    """Return the function ``variant_of``, changed so that no variant may recompute."""
 
     def variant(name: str, method: VocabMethod) -> Variant | None:
         made = variant_of(name, method)
@@ -370,8 +370,8 @@ def alternatives(plan: Plan) -> list[Alternative]:
 
 
 def long_plan(*specs: str) -> Plan:
-    """Return a plan of long steps, each estimated from its repeating part, with a whole
-    vocabulary."""
+    """Return a plan of long steps. Each step is estimated from its repeating part, and the
+    vocabulary is not split over ranks."""
     variant_of = training(microbatches=48).variant
     plan = make_plan(
         lambda spec, method: variant_of(spec, method) if method is VocabMethod.NAIVE else None,

@@ -76,8 +76,8 @@ def job_of(
 
 
 def measured() -> dict[str, list[tuple[SizedJob, float]]]:
-    """Return, for each measured set, the configurations that ran, each as a job with its own
-    sizes."""
+    """Return, for each set of measurements, the configurations that ran: a job with its own
+    parallel sizes, and its measured seconds."""
     sets = defaultdict(list)
     for row in read_measured():
         if not row.job.startswith(OF_SIZES) or not row.ran:
@@ -436,8 +436,8 @@ def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
 def best_and_others(
     job: SizedJob, differ: Callable[[ScheduleReport], bool]
 ) -> tuple[SizedStep, list[SizedStep]]:
-    """Return the best step found for ``job``, and all found steps for whose reports ``differ`` is
-    false."""
+    """Return the fastest step found for ``job``, and the list of the found steps whose schedule's
+    report ``differ`` does not select."""
     found = search_sizes(job, partial(described_works, job))
     *_, any_schedule = kinds_of(job)
     best = found.best(any_schedule)

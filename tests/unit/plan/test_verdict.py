@@ -48,7 +48,8 @@ def way(
     method: VocabMethod = VocabMethod.NAIVE,
     maturity: Maturity = Maturity.STABLE,
 ) -> Alternative:
-    """Return a way to train that has only the time and memory that the verdict compares."""
+    """Return an alternative that has a step time, a memory, and whatever else the verdict compares,
+    and no real schedule."""
     made = SimpleNamespace(
         schedule=schedule,
         vpp=2,

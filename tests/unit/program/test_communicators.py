@@ -162,8 +162,8 @@ def test_waves_of_any_placement() -> None:
 
 
 def rounds_to_connect(order: list[Channel]) -> int:
-    """Return the number of rounds until all are connected, if each rank connects its own channels
-    in order and each takes one round."""
+    """Return the number of rounds until all channels are connected. Each rank connects its channels
+    in their order, and takes one round for each."""
     left = list(order)
     rounds = 0
     while left:

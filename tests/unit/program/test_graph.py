@@ -141,8 +141,8 @@ def _must_have_ended(graph: Graph) -> list[set[int]]:
 
 
 def _key(graph: Graph, given: int) -> tuple[int, Kind, int]:
-    """Return one key for both ends of a message: the action of its receive, or of a collective its
-    kind and microbatch."""
+    """Return a key that both ends of a message share: the action of its receive. For a collective,
+    the key is its kind and its microbatch."""
     action = graph.actions[given]
     if RULES[action.kind].lane is Lane.COLLECTIVE:
         return -1, action.kind, action.microbatch

@@ -246,7 +246,8 @@ def test_every_need_is_respected(case: Case) -> None:
     assert len(events) == len(timeline.events)
 
     def made(stage: int, kinds: tuple[Kind, ...], k: int, rank: int) -> float:
-        """Return when the output of the first of ``kinds`` arrives on ``rank``."""
+        """Return the time at which an output arrives on ``rank``: that of the pass of the first of
+        ``kinds`` which the schedule has."""
         end = next(events[a].end for kind in kinds if (a := Action(stage, kind, k)) in events)
         return end + (costs.links.p2p_seconds if rank_of[stage] != rank else 0)
 

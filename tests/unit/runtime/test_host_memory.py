@@ -33,7 +33,8 @@ ROW = tuple(
 
 @pytest.fixture(autouse=True)
 def no_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the allowance to 1, so that the values of these tests are round."""
+    """Set the factor on estimated sizes of host buffers to 1, so that the values of these tests are
+    round."""
     monkeypatch.setattr(host_memory, "_ALLOWANCE", 1)
 
 
@@ -179,7 +180,8 @@ def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.Monk
 
 
 def larger(count: int) -> tuple[Action, ...]:
-    """Return a row with ``count`` microbatches of 1 GiB each on the host at once."""
+    """Return the row of a rank that stores ``count`` microbatches of 1 GiB each on the host at the
+    same time."""
     leaving = [parse_action(f"0{kind}{n}") for n in range(count) for kind in ("F", "OFFLOAD_F")]
     return tuple(leaving)
 

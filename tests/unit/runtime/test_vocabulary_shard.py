@@ -79,8 +79,8 @@ class Case:
         return losses_of(statistics, self.labels, ROWS), gradient, table
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses and gradients as autograd computes them, with logits of the product in
-        fp32 as in Megatron."""
+        """Return the losses and gradients as autograd computes them. The logits are converted to
+        fp32 after the matrix product, as in Megatron."""
         table = self.table.clone().requires_grad_()
         hidden_states = self.hidden_states.clone().requires_grad_()
         logits = (hidden_states @ table.t()).float()

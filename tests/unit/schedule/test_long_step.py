@@ -55,8 +55,9 @@ def random_costs(rng: random.Random, placement: Placement, *, is_equal: bool) ->
 
 
 def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
-    """Return steps of many microbatches, mostly not a multiple of the ranks, some on an odd number
-    of ranks. The first one has equal stages, so its period shows soon."""
+    """Return problems with many microbatches. Their number is mostly no multiple of the ranks, and
+    some problems have an odd number of ranks. The first one has equal stages, so that few
+    microbatches show its repeating part."""
     rng = random.Random(f"a long step of {name}")
     resolved = choose(name)
     problems: list[Problem] = []

@@ -82,8 +82,8 @@ def random_plan(random: Random, shop: JobShop) -> Starts:
 
 
 def hops_between(shop: JobShop) -> dict[frozenset[int], tuple[int, ...]]:
-    """Return the ticks of the messages between each two lanes by column, in either direction of
-    time."""
+    """Return the ticks of a message between two lanes of the packing problem, for each column. They
+    are the same in a problem that is mirrored in time."""
     hops = {}
     for lane, row in enumerate(shop.predecessors_by_column):
         for other, of_columns, columns in row:

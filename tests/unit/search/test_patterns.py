@@ -184,8 +184,8 @@ def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Ma
 
 
 def needs_and_ways(ways: Many, ranks: Sequence[RankWork], period: int) -> tuple[Many, Many]:
-    """Return how many chunks a rank holds at most under each of ``ways``, and how long a microbatch
-    takes."""
+    """Return, for each of ``ways`` to place the passes in the period, the largest number of chunks
+    that a rank stores, and how long a microbatch takes."""
     curves = np.zeros((*ways.shape[:2], period), dtype=int)
     for rank, work in enumerate(ranks):
         for forward, _, weight in CHUNKS:
