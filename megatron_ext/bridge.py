@@ -40,7 +40,7 @@ class BridgeHandle(AbstractContextManager["BridgeHandle"]):
         self._undo_to(0)
 
     def _undo_to(self, changes: int) -> None:
-        """Undo the last changes until so many are left."""
+        """Undo the latest changes until only ``changes`` of them are left."""
         while len(self._undo) > changes:
             self._undo.pop()()
 

@@ -80,8 +80,10 @@ def from_argv(argv: Sequence[str]) -> PipelineConfig:
 
 
 def for_megatrons_offload(argv: Sequence[str], given: Given) -> dict[str, str | bool]:
-    """Return the setting that implements Megatron's offload flag in ``argv``, under a schedule of
-    ours and unless it is ``given``."""
+    """Return our setting for offload that takes the place of Megatron's offload flag in ``argv``.
+
+    The result is empty without that flag or a schedule of ours, or if the setting is ``given``.
+    """
     ours, has_schedule = "activation_offload", not given.keys().isdisjoint(NAMING_SCHEDULES)
     if MEGATRONS_OFFLOAD not in argv or not has_schedule or ours in given:
         return {}

@@ -1,4 +1,4 @@
-"""Checks of our settings against Megatron's parsed arguments, and the programs that they need.
+"""Checks of our settings against Megatron's parsed arguments, and the programs of the schedule.
 
 A launch whose settings do not work together must end before process groups exist and GPUs are
 taken. So all settings are checked as soon as Megatron has parsed its arguments. The schedule is
@@ -112,7 +112,7 @@ def check_parsed_arguments(args: Any, config: PipelineConfig, prove: Prove) -> l
 
 
 def _check_evaluation(args: Any, config: PipelineConfig) -> None:
-    """Refuse evaluations of a number of microbatches for which the schedule has no program."""
+    """Refuse evaluations if the schedule has no program for their number of microbatches."""
     microbatches = evaluated_microbatches(args)
     if microbatches is None or microbatches in [size.microbatches for size in step_sizes(args)]:
         return
@@ -153,10 +153,10 @@ def prove_without_search(resolved: ResolvedSpec, problems: Sequence[Problem]) ->
 
 
 def search_for_first(resolved: ResolvedSpec, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``resolved`` for ``problems``, the first one exactly as it will run.
+    """Return a program of ``resolved`` for each of ``problems``; only the first may be searched.
 
-    The first program may need a search, for callers that report its simulated times and memory. The
-    others are proved without one.
+    The first program is the one that will run, even if it needs a search: callers report its
+    simulated times and memory. The others are made without a search.
 
     Raises:
         ValueError: as `place_output_layer`.
@@ -335,8 +335,8 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = No
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
     """Refuse to save optimizer states that Megatron without us would load into other stages.
 
-    If the first stage is not on rank 0, nothing is refused: sizes differ, and Megatron itself
-    reports the mismatch when it loads.
+    If the first stage is not on rank 0, nothing is refused: the states have other sizes than under
+    Megatron's own placement, and Megatron itself reports the mismatch when it loads them.
     """
     if placement.in_turn or placement.rank_of[0] != 0:
         return

@@ -75,7 +75,8 @@ class Job:
     Attributes:
         name: the model's class, named in messages.
         counts: the number of layers of each stage; None for a stage without known layers.
-        layers: None if the work of some layer is not known.
+        layers: the model's layers and how a microbatch runs them; None if the work of some layer is
+            not known.
         context_parallel: ranks that share each sequence.
         ranks: ranks of the launch, on all nodes.
         stride: distance from one pipeline rank to the next, in ranks.
@@ -181,9 +182,9 @@ def job_costs(
     tell: Listener | None = None,
     speeds: RankSpeeds | None = None,
 ) -> Costs:
-    """Return the costs of a microbatch of ``job``, measured, read from a file or estimated.
+    """Return the costs of a microbatch of ``job``.
 
-    ``source`` tells which of these.
+    ``source`` tells whether they are measured, read from a file or estimated.
 
     Args:
         slices: the number of slices of a sequence.
@@ -192,7 +193,8 @@ def job_costs(
 
     Raises:
         ValueError: ``source`` cannot be parsed, there are more or fewer ``speeds`` than ranks, or
-            ``source`` lacks the share of attention in slices and there is no estimate.
+            sequences are cut into slices and the share of attention is neither in ``source`` nor
+            estimated.
     """
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:

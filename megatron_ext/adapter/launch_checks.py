@@ -130,8 +130,8 @@ def check_schedule(
     """Check the schedule of ``config``; return its programs and the programs of the other schedules
     of --pipeline-race.
 
-    The latter are by schedule. Megatron's own schedule has no programs. The result is None if
-    ``attempt`` has reported why there are no programs. `check_batches` must have run.
+    The latter are by schedule. Megatron's own schedule has no programs. The result is None if the
+    schedule is refused and ``attempt`` has reported the reason. `check_batches` must have run.
     """
     if config.schedule is None:
         attempt("features", lambda: check_features(args, config))

@@ -30,8 +30,8 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
     - A hybrid model's pattern: its i-th segment is stage i.
     - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
     - The options for the first and the last "pipeline stage" count the layers of the first and the
-      last rank, split over the rank's chunks, if Megatron itself places the stages so (lines and
-      loops). Otherwise they count the layers of the first and the last stage.
+      last rank, split over the rank's chunks, if the placement is Megatron's own (linear or
+      interleaved). Otherwise they count the layers of the first and the last stage.
 
     Args:
         settings: Megatron's parsed arguments, or a TransformerConfig not yet initialised.

@@ -7,7 +7,7 @@ Only the first step of a training, and each new batch size of Megatron's ramp-up
 search: callers that form batches by tokens have another number of microbatches in each step. The
 number that is searched for is the same on all ranks, as their programs would differ otherwise. One
 rank searches for all ranks, and each rank proves the result. For other numbers each rank extends or
-shortens the rows found.
+shortens the schedule that was found.
 """
 
 from __future__ import annotations
@@ -469,10 +469,10 @@ class Programs:
         return found_here[0] if found_here else prove_built(result.schedule, result.problem)
 
     def check_swap(self, pipeline: dist.ProcessGroup, key: StepKey, program: Program) -> None:
-        """Compare ``program`` with other ranks' in the first step ``key`` after programs change.
+        """Compare ``program`` with other ranks' in the first step after programs were swapped.
 
-        A rank that swaps programs a step later would run other orders than its neighbours, and
-        could wait forever.
+        ``key`` is the key of that step. A rank that swaps programs a step later than its neighbours
+        would run passes in another order than they do, and could wait forever.
 
         Raises:
             RuntimeError: another rank runs a different program.

@@ -123,7 +123,7 @@ def _refuse_copy_without_group(
 
 
 class CopiedEmbeddingHooks(TrainingHooks):
-    """Hooks that check that the embedding group has the rank of multi-token prediction's copy.
+    """Hooks that check that the embedding group includes the rank of multi-token prediction.
 
     Otherwise Megatron would not add the gradients of the embedding and of its copy.
     """

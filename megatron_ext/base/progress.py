@@ -142,8 +142,8 @@ def reporting(
 def _line(tasks: Sequence[Task]) -> str:
     """Return the progress of nested ``tasks``, outermost first, as one line.
 
-    ``v-auto packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``. The latest end is that
-    of the innermost task alone, because the tasks around it have further steps.
+    ``v-auto packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``. The time left at the
+    most is that of the innermost task alone, because the tasks around it have further steps.
     """
     left = tasks[-1].left
     text = f"{': '.join(map(str, tasks))}; {duration(tasks[0].elapsed)} so far"

@@ -82,7 +82,7 @@ def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:
 
 
 def print_refusals(plan: Plan) -> None:
-    """Print the refused schedules without any candidate, one line for each reason."""
+    """Print the refused schedules that have no candidate in the plan, one line for each reason."""
     shown = {candidate.family for candidate in plan.candidates}
     _print_refusals(
         (name, method, why)

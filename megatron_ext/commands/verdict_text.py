@@ -191,7 +191,10 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
 
 
 def _compared(made: JobPlan, taken: Alternative) -> str:
-    """Return the times that a gain compares if they are two kinds of times; "" if not."""
+    """Return words on the two times that a gain compares, if they are a span and a makespan.
+
+    The words are "" if both times are of one kind.
+    """
     baseline = made.verdict.baseline
     if baseline is None or baseline.candidate.overlaps == taken.candidate.overlaps:
         return ""

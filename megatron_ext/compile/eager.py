@@ -1,8 +1,8 @@
-"""Choice between a lean and an eager warm-up: running further ahead hides hops, and holds more
-memory.
+"""Choice between a lean and an eager warm-up: running further ahead hides the time of messages, and
+holds more memory.
 
-Seq1F1B's warm-up is as short as possible: after it a rank waits for each message for the whole time
-of its hop. With slices, passes are shorter and messages come more often.
+Seq1F1B's warm-up is as short as possible: after it a rank waits for the whole time of each message.
+With slices, passes are shorter and messages come more often.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ def _least_that_is_enough(
     """Return the least memory limit that a few tries find to be sufficient; ``limit`` itself is not
     sufficient.
 
-    The need of the passes that are made without a limit is sufficient, as these are tried within
-    each limit. Less may suffice: within another limit the family makes another order, and other
-    passes are recomputed.
+    A limit that the passes made without any limit can meet is sufficient, because these passes are
+    tried within each limit. A lower limit may be sufficient too: within it the family makes another
+    order, and other passes are recomputed.
     """
     enough = over[0].least
     too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))

@@ -39,7 +39,8 @@ from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
 class Maturity(enum.StrEnum):
     """Maturity of a schedule family: how well it is tested, and whether `plan` recommends it.
 
-    All schedules are proved at many sizes in tests, and train there to stock's bits.
+    All schedules are proved at many sizes in tests, and train there with the results of stock
+    Megatron to the last bit.
 
     - stable: trained in tests together with other features of launches (checkpoints, tensor or
       expert parallelism, vocabulary parallelism, offload); its time and memory are on its page,

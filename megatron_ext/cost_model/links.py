@@ -52,7 +52,7 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
 def with_links_of_span(
     costs: Costs, placement: Placement, rates: Rates, execution: Execution
 ) -> Costs:
-    """Return ``costs`` as `with_links`, for pipeline ranks that lie evenly over their span.
+    """Return ``costs`` as `with_links`, for pipeline ranks at equal distances over their span.
 
     The order of ranks is Megatron's default. Costs are unchanged if the span is not known.
     """

@@ -159,7 +159,8 @@ class Stage:
         depths: how many tokens more than the next one it predicts. Each takes a layer of
             multi-token prediction, and one more run of the output layer.
         output_layer: whether it has the output layer and the loss.
-        earlier_depths: depths on stages before the output layer's, which predicts their tokens too.
+        earlier_depths: number of depths on earlier stages if this stage has the output layer, which
+            predicts their tokens too; else 0.
         ends_layers: whether it has the last layer, and only multi-token prediction and the output
             layer are behind it.
     """

@@ -259,9 +259,9 @@ class Departure:
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:
-        """Return the remark on the bubble that is due after ``iterations`` more; None if none is.
+        """Return the remark on the bubble if it is due now, else None.
 
-        ``metrics`` are those of these iterations.
+        ``iterations`` is the number of iterations since the last call, ``metrics`` are theirs.
         """
         predicted, measured = metrics.bubble_shares
         if predicted is None:

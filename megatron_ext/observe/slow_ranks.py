@@ -116,9 +116,10 @@ class SlowRanks:
         this_pipeline: PipelineTimes,
         others: Sequence[PipelineTimes],
     ) -> str | None:
-        """Return the remark on slow ranks that is due after ``iterations`` more; None if none is.
+        """Return the remark on slow ranks if it is due now, else None.
 
         Args:
+            iterations: number of iterations since the last call.
             ratios: by rank, the seconds of its passes over those of the costs of its stages.
             this_pipeline: times of the pipeline that ``ratios`` are of.
             others: times of the other pipelines, as far as they are known.
@@ -186,6 +187,6 @@ def _slow_replicas(pipelines: Sequence[PipelineTimes]) -> list[PipelineTimes]:
 def _is_in(
     replicas: Sequence[PipelineTimes], pipelines: Sequence[PipelineTimes]
 ) -> Callable[[int], bool]:
-    """Return a function that tells whether a rank is slow in these ``replicas`` only."""
+    """Return a function that tells whether a rank is slow in no pipeline except ``replicas``."""
     others = [one for one in pipelines if one not in replicas]
     return lambda rank: not any(rank in slow_in(one, pipelines) for one in others)

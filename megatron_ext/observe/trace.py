@@ -99,7 +99,9 @@ class TracedStep:
 def traced_step(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """Return a measured step with its prediction, at the same start and with as much work."""
+    """Return a measured step with its prediction, which starts with it and is scaled to the same
+    work.
+    """
     (step,) = traced_steps([iteration], [measured], [simulated], clock_error)
     return step
 

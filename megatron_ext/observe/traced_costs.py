@@ -1,9 +1,9 @@
 """Measured costs of traced steps of Megatron's own schedules, for `what_if`.
 
 To predict another schedule from a trace, the costs of passes and messages are needed. A pass costs
-the median seconds of its kind on its stage. A message costs a short one of the measured times (the
-first quartile) from the end of the pass that made an input to the start of the pass that waited for
-it.
+the median seconds of its kind on its stage. For messages, the time from the end of the pass that
+made an input to the start of the pass that waited for it is measured; the cost of a message is the
+first quartile of these times.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _reason(output: Iterator[str], last: deque[str]) -> str:
 
     Args:
         output: lines that the run printed, which are read up to the error.
-        last: gets the lines before the error, the last ones of them.
+        last: receives the lines before the error, of which it keeps the last ones.
     """
     for printed in output:
         if _REASON.search(printed):

@@ -1,7 +1,8 @@
 """Classes of pipeline ranks with equal stages, of which one rank each is rehearsed.
 
-Ranks 1 to 6 of a line of 8 have equal layers, so their passes take equally long: rank 1 stands for
-them, because it stores the most activations. The ends of the model make classes of their own.
+Ranks 1 to 6 of a linear pipeline of 8 ranks have equal layers, so their passes take equally long:
+rank 1 stands for them, because it stores the most activations. The ends of the model make classes
+of their own.
 """
 
 from __future__ import annotations

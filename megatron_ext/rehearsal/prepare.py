@@ -1,8 +1,8 @@
 """Launch command made ready to be rehearsed: programs, costs and words of each schedule.
 
-Nothing here runs a rank. Programs and costs are those of the launch command's judgement. Costs, and
-the passes that a search has found, travel to the ranks in files, so that no rank searches or asks
-another one.
+Nothing here runs a rank. Programs and costs are those by which ``plan`` judges the launch command.
+Costs, and the passes that a search has found, travel to the ranks in files, so that no rank
+searches or asks another one.
 """
 
 from __future__ import annotations

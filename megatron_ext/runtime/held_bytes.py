@@ -36,8 +36,8 @@ class HeldBytes(Protocol):
     def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         """Return the bytes per microbatch, by stage and kind of memory, after the step.
 
-        They are the median over the microbatches, or with ``largest`` those of the largest
-        microbatch. The first microbatch, in which caches fill, is then ignored.
+        They are the median over the microbatches. With ``largest`` they are those of the largest
+        microbatch; the first microbatch, in which caches fill, is then ignored.
         """
 
 

@@ -206,8 +206,9 @@ class WeightGradients:
         """Store ``compute``, which returns one contribution to ``weight``'s gradient, for W.
 
         ``compute`` returns None if it adds its contribution to the gradient itself. ``tensors`` are
-        the ones it references until then: they may be offloaded. ``gather`` starts communication
-        that ``compute`` waits for, and is called once before it, in the order of puts.
+        those that ``compute`` references until then: they may be offloaded. ``gather`` starts
+        communication that ``compute`` waits for, and is called once before it, in the order of
+        puts.
         """
         self._put((weight,), _Use(compute, tuple(tensors), gather), accumulate_each)
 

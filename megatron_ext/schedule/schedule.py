@@ -126,7 +126,7 @@ def bitwise_order(schedule: Schedule) -> bool:
     F, I (or B) and W of each stage must each run in microbatch order, so that gradients are summed
     in stock's order. (Not with vocabulary parallelism: the ranks' shards are summed in another
     order.) Slices of microbatches have to come in order in F, and in reverse order in I (or B) and
-    in W: the results are then those of every such schedule with these slices.
+    in W: the results are then equal for all such schedules with these slices.
     """
     rules = (RULES[kind] for _, kind in schedule.arrays.stage_kinds)
     if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):

@@ -430,7 +430,7 @@ def _insert(
 
 @njit
 def _move(rank: int, gaps: Int64s, first: int, last: int, by: int) -> None:
-    """Move the entries of a rank's idle gaps from ``first`` to before ``last`` by one place."""
+    """Move the entries ``first`` to ``last`` (exclusive) of a rank's idle gaps by ``by`` places."""
     for step in range(last - first):
         index = first + step if by < 0 else last - 1 - step
         for figure in range(3):

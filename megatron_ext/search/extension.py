@@ -143,7 +143,7 @@ def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
 
 
 def _steady(known: Starts, shift: int, width: int) -> tuple[int, int]:
-    """Return the first of ``width`` columns that are most like those ``shift`` later, and the
+    """Return the first of the ``width`` columns that best repeat ``shift`` columns later, and the
     delay.
 
     The columns are consecutive microbatches of a plan. Those in the middle half of the step are

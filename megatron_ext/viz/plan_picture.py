@@ -82,7 +82,7 @@ def _draw_by_memory(
     looks: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
 ) -> tuple[dict[Point, str], list[list[Point]]]:
-    """Draw the panel of step time by memory. Return its lines after its labels, by their points."""
+    """Draw the panel of step time by memory. Return its labels, by their points, and its lines."""
     unit = 2**30 if in_bytes else 1
     shown = tuple(dict.fromkeys((*plan.best_of_each, *plan.front)))
 

@@ -53,7 +53,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def minified(svg: str) -> str:
-    """Return an SVG text of matplotlib in less text: rounded to a tenth of a point.
+    """Return matplotlib's ``svg`` shortened, with numbers rounded to a tenth of a point.
 
     There is one element a line. Comments, metadata, ids of groups, groups without attributes and
     repeated styles are removed.
@@ -116,7 +116,7 @@ def _shorten(element: Element) -> None:
 
 
 def _drop_style(element: Element, inherited: str) -> None:
-    """Remove those style declarations of ``element`` that it inherits, ``inherited``."""
+    """Remove those style declarations of ``element`` that are among the ``inherited`` ones."""
     style = element.attrib.pop("style", "").split("; ")
     kept = [declaration for declaration in style if declaration not in inherited.split("; ")]
     if any(kept):

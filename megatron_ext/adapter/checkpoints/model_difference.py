@@ -122,7 +122,8 @@ def _difference(flag: str, saved: Any, wanted: Any, *, is_size: bool) -> Iterato
 def _of_layers(saved: Any, args: Any, before: Model, now: Model) -> Iterator[ModelDifference]:
     """Yield the difference between the layers of two models.
 
-    Megatron saves layers of one kind as one tensor, and others layer by layer.
+    If all layers are of one kind, Megatron saves them together in one tensor for each parameter.
+    Otherwise it saves them layer by layer.
     """
     layers = [[layer.replace("w", "*") for layer in model.layers] for model in (before, now)]
     if len(layers[0]) != len(layers[1]):

@@ -49,8 +49,9 @@ class PlannedStage(ModelStage):
 
     The plan and the loss function's node are attributes of the output from F to its backward pass.
     Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers
-    are built without delay_wgrad_compute. While both passes run, the queue's key is the backward
-    pass's; the forward pass puts nothing into the queue.
+    are built without delay_wgrad_compute. While both passes run, the queue stores weight gradients
+    under the stage and microbatch of the backward pass; the forward pass puts nothing into the
+    queue.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:

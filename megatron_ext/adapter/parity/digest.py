@@ -45,10 +45,10 @@ def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return the indices in the whole flattened tensor of elements of a shard.
+    """Return the index in the whole flattened tensor of each of some elements of a shard.
 
-    ``piece`` is the shard. The elements are those from ``start`` up to ``stop`` of its flattened
-    tensor.
+    ``piece`` is the shard. The elements are numbers ``start`` up to ``stop`` (exclusive) of the
+    flattened shard.
     """
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
     if piece.shape == piece.global_shape:

@@ -153,7 +153,8 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
     """Yield the parts of a parameter, with their names and places in a torch_dist checkpoint.
 
     Tensors that are saved separately, such as the two halves of a gated linear layer, are views of
-    the parameter. If they are no views, the local shard gets a name of its own.
+    the parameter. If they are no views, the local shard is yielded as one part, whose name is made
+    of theirs.
     """
     if isinstance(entry, ShardedTensor):
         yield _part(entry, 0)

@@ -78,7 +78,7 @@ class ParityRecorder:
     def _now(self) -> Iterator[NamedTensor]:
         """Yield the tensors that are final after an iteration.
 
-        Parameters are not, if the next step gathers them from the optimizer.
+        Parameters are not final if the next step gathers them from the optimizer.
         """
         if not self._gathers:
             yield from self._tensors.parameters()

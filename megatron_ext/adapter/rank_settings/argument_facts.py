@@ -113,7 +113,10 @@ def _words(value: Any) -> str:
 
 
 def _without_paths(value: Any) -> str:
-    """Return whether a path is given, with data set weights, as in ``0.3 given 0.7 given``."""
+    """Return the words of ``value`` with "given" in place of each path; data set weights stay.
+
+    The text is, for example, ``0.3 given 0.7 given``, or "not given" for an empty value.
+    """
     words = value if isinstance(value, list | tuple) else [value] if value else []
     return " ".join(map(_weight_or_given, map(str, words))) or "not given"
 

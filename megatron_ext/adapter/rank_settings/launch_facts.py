@@ -1,8 +1,8 @@
 """Settings that all ranks of a launch must have in common.
 
 Ranks with other settings wait for each other forever, or train without each other. A node with an
-old checkout or another variable is enough, so each rank states what it has, and `store.agreement`
-compares it.
+old checkout or with another environment variable is enough, so each rank states what it has, and
+`store.agreement` compares it.
 """
 
 from __future__ import annotations

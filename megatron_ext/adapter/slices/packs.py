@@ -114,7 +114,8 @@ def read_pack(params: PackedSeqParams, tokens: int) -> PackedDocuments:
 
 
 def as_one_document(params: PackedSeqParams, span: Span) -> PackedSeqParams:
-    """Return ``params`` by which layers take the slice ``span`` of a packed row for one document.
+    """Return ``params`` changed so that layers treat the slice ``span`` of a packed row as one
+    document.
 
     The row's documents are stored for `attended_part` and `places_in_documents`. The longest
     document stays that of the row: rotary frequencies are computed up to its length.

@@ -61,7 +61,7 @@ class _Balance:
 
 
 def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
-    """Return the sum of ``by_slice`` in the order of the sequence, not of computation."""
+    """Return the sum of ``by_slice``, added in the order of the sequence, not of computation."""
     order = sorted(by_slice, key=lambda span: span.begin)
     return torch.stack([by_slice[span] for span in order]).sum(0)
 

@@ -75,7 +75,10 @@ class StepHooks:
 
 
 def one_of[T](hooks: Iterable[StepHooks], given_by: Callable[[StepHooks], T | None]) -> T | None:
-    """Return the one result of ``given_by`` that is not None; at most one feature may have one."""
+    """Return the only result of ``given_by`` for ``hooks`` that is not None, else None.
+
+    At most one feature may have such a result.
+    """
     given = {
         type(feature).__name__: value
         for feature in hooks

@@ -33,7 +33,8 @@ class TrainingHooks:
             no trained parameter.
         needs_callers_hooks: whether steps have to know the hooks that the caller has put on
             parameters, even if no backward pass is split.
-        limits_host: whether the host may wait for its device between passes, and ask it for events.
+        limits_host: whether the feature allows the host to wait for its device between passes, and
+            to query the device's events.
     """
 
     trains_first_stage = False
@@ -151,8 +152,8 @@ class TrainingHooks:
     ) -> None:
         """Select the schedule of the training step that begins now, whose costs are known.
 
-        ``make`` builds the schedule's program, and ``connections`` prepares for it; None before the
-        first step. Collective over the world at steps that all ranks know.
+        ``make`` builds the schedule's program. ``connections`` are the rank's connections to other
+        ranks; None before the first step. Collective over the world at steps that all ranks know.
         """
 
     def connect(self, call: Call, program: Program, connections: Connections) -> None:

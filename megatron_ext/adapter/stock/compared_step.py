@@ -116,7 +116,7 @@ def _why_not(ours: PipelineConfig, call: Call) -> str | None:
 
 
 def _why_not_repeatable(call: Call) -> str | None:
-    """Return why ``call`` cannot run several times to the same numbers; None if it can."""
+    """Return why ``call`` cannot be run several times with the same results; None if it can."""
     if (saved := _saved_now()) is not None:
         return f"--{saved.replace('_', '-')} {_arguments(saved)} would save its passes too"
     config = call.config
@@ -136,9 +136,9 @@ def _arguments(name: str) -> Any:
 
 
 def _saved_now() -> str | None:
-    """Return the name of an interval by which Megatron saves values computed in this step.
+    """Return the name of Megatron's setting, an interval, by which it saves values of this step.
 
-    None means that Megatron saves nothing of this step.
+    An example is ``save_dgrads_interval``. None means that Megatron saves nothing of this step.
     """
     step = current_iteration() or 1
     for name in (

@@ -134,9 +134,9 @@ class _Cuts:
     def _is_done_alike(self, is_early: Flags, is_done: Flags, period: int) -> bool:
         """Return whether the actions before the second cut repeat those before the first cut.
 
-        They must be the same actions for microbatches a ``period`` later, and all actions of the
-        first microbatches. ``is_early`` flags the actions before the first cut, ``is_done`` those
-        before the second.
+        The actions before the second cut must be those before the first cut, each for the
+        microbatch a ``period`` later, and all actions of the first ``period`` microbatches.
+        ``is_early`` flags the actions before the first cut, ``is_done`` those before the second.
         """
         numbers = self._arrays.table
         is_there = numbers >= 0

@@ -56,9 +56,9 @@ def overlap_passes(schedule: Schedule, problem: Problem) -> Schedule:
     A schedule that has overlapped passes already is returned unchanged. The passes are played
     through in the order of time, on each rank in the rank's own order. If the next two passes of a
     rank could overlap, the rank waits for the second for a limited time; then the first runs alone.
-    The result can run, since no pass has waited for a later one. Several waiting times are tried,
-    also where W go, and whether W run inside overlapped passes (B instead of I and W). The fastest
-    result is used.
+    The result can run, since no pass has waited for a later one. Several waiting times and places
+    of W are tried, each with W inside the overlapped passes (B instead of I and W) and without. The
+    fastest result is used.
 
     Raises:
         ValueError: no F can run as one with a backward pass.

@@ -4,7 +4,8 @@ If rank p-1-r does the same as rank r with the copies exchanged, ranks r < p/2 a
 of one copy: the stages that they hold of both copies are together all the stages of one copy. It
 runs half of the microbatches. The other ranks do the same for the other half, as a second
 data-parallel replica does. The folded schedule thus uses the same GPUs, holds the same parameters
-and activations on each, and runs the same passes at the same times, with one hop fewer at the turn.
+and activations on each, and runs the same passes at the same times, with one message between ranks
+fewer at the turn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def unfold(schedule: Schedule) -> TwoCopies:
     """Return a one-copy schedule on a V or wave as a schedule of two model copies; inverse of
     `fold`.
 
-    Each copy has half a V, and the ranks are doubled.
+    There are twice as many ranks, along which each V of ``schedule`` becomes a line of each copy.
 
     Args:
         schedule: a schedule of one copy, on p/2 ranks, with its open end on the last rank.

@@ -66,8 +66,8 @@ def _completed(parsed: Mapping[str, Any]) -> dict[str, Any]:
 def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
     """Return the schedules of a race: ``wanted``, and ``schedule`` if one is given.
 
-    The baseline is a plain schedule of their placement, or a given one of the same family
-    (generator).
+    The baseline comes first. It is a plain schedule with their placement; if a schedule of the same
+    family (generator) is among them, that one is the baseline.
 
     Raises:
         ValueError: a schedule does not exist or is named twice, there is none to race with, or

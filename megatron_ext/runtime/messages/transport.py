@@ -169,8 +169,8 @@ class Transport(TransportBase):
         """Post the receive of ``action``.
 
         If shapes vary, the sending host first sends the shape: this host waits for it, but for no
-        device. (The shape comes when the send is posted, and the proof orders sends like this
-        receive.)
+        device. (The shape comes when the send is posted. Sends of a channel are posted in the order
+        of its receives, as the proof has checked.)
         """
         channel = self._channel_of(action)
         with self._calling_peer(action):

@@ -187,7 +187,7 @@ class _Buffers:
     ) -> _Tensors:
         """Write a slice's keys and values into the buffers.
 
-        Return views from ``begin`` up to its end. The views are made from ``data``, so that
+        Return views from ``begin`` up to the slice's end. The views are made from ``data``, so that
         autograd does not take later writes beyond the slice for changes of saved tensors.
         """
         if not self._full:

@@ -277,7 +277,10 @@ def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[E
 
 
 def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
-    """Return the ``boxes`` of a step that wait on all ranks for the end of the step ``before``."""
+    """Return the ``boxes`` of a step whose first pass on each rank waits for the step ``before``.
+
+    The pass waits for the box of that step that ends last on any rank.
+    """
     last = max(range(len(before)), key=lambda place: before[place].end)
     begun: set[int] = set()
     waiting = []

@@ -312,10 +312,10 @@ def _streams(copies: HostCopies) -> frozenset[torch.cuda.Stream]:
 def _tell_allocator(storage: torch.UntypedStorage, streams: Iterable[torch.cuda.Stream]) -> None:
     """Make the allocator reuse the memory of ``storage`` only after work on other ``streams``.
 
-    Waited for is the work launched on the streams when the memory is freed. Memory belongs to the
-    stream that allocated it: the next allocation of that stream may get it as soon as the host
-    frees it. Other streams that read a storage are therefore announced to the allocator
-    (`record_stream`).
+    The allocator waits for the work that has been launched on these streams when the memory is
+    freed. Memory belongs to the stream that allocated it: the next allocation of that stream may
+    get it as soon as the host frees it. Other streams that read a storage are therefore announced
+    to the allocator (`record_stream`).
     """
     for stream in streams:
         _bytes_of(storage).record_stream(stream)

@@ -1,7 +1,8 @@
 """Part of activation offload in the construction of programs.
 
 The memory that copies free is known only once they are inserted. So the family makes its passes
-within looser limits first, and the first that fit with copies are taken.
+within looser memory limits first, and the first passes that meet the problem's own limit with
+copies are taken.
 """
 
 from __future__ import annotations

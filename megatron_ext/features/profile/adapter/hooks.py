@@ -1,8 +1,8 @@
 """Hooks of costs that a training measures (``--pipeline-costs profile``).
 
-Measured seconds are those of passes that run one at a time, in iterations that the training will
-reach. What does not go with that, such as overlapped passes or a file that cannot be written, is
-refused before the training begins.
+Passes are timed one at a time, in the first iterations of the training. A launch in which that is
+impossible (passes overlap, the training is too short, the file cannot be written) is refused before
+the training begins.
 """
 
 from __future__ import annotations

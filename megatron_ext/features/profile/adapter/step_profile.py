@@ -317,8 +317,9 @@ def _is_on_gpu() -> bool:
 def _collectives() -> _Collectives:
     """Return the seconds of collectives of this rank's groups, by group and size in bytes.
 
-    Timed are all-gathers of tensor-parallel ranks and all-to-alls of expert-parallel ranks; nothing
-    for groups of one rank, or without a GPU. Collective over both groups.
+    The collectives are all-gathers of tensor-parallel ranks and all-to-alls of expert-parallel
+    ranks. A group of one rank has no times, and without a GPU the result is empty. Collective over
+    both groups.
     """
     if not _is_on_gpu() or not parallel_state.model_parallel_is_initialized():
         return {}
@@ -333,7 +334,8 @@ def _collectives() -> _Collectives:
 def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors | None:
     """Return measurements of single operations on this GPU, which correct the estimate.
 
-    None without a GPU, or if the estimate knows no shapes of operations on it.
+    None without a GPU, if the estimate for this GPU does not depend on shapes, or if torch has no
+    matrix products in this precision.
     """
     model, execution, rates = basis.model, basis.execution, basis.rates
     precisions = (

@@ -114,8 +114,8 @@ class StepRace(StepObserver[Step]):
     ) -> None:
         """Select the schedule of the training step that begins now.
 
-        ``make`` builds the schedule's program, for which ``connections`` is prepared; None before
-        the first step. Collective over the world at steps that all ranks know.
+        ``make`` builds the schedule's program. ``connections`` are the rank's connections to other
+        ranks; None before the first step. Collective over the world at steps that all ranks know.
         """
         spec = self._kept or self._next(call, shape, make, connections)
         self._programs.resolved_spec = self._resolved_specs[spec]

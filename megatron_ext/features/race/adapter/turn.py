@@ -2,8 +2,8 @@
 
 Whole iterations are timed, not only their passes: the optimizer, the reductions and all else
 between two steps belong to what a user waits for. Iterations followed by an evaluation or a save do
-not count, and others replace them. Marks are those of a trace (`recording`): a GPU is not
-synchronized before the turn has ended.
+not count, and further iterations replace them. Times are recorded as for a trace (`recording`): a
+GPU is not synchronized before the turn has ended.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ class _LengthOfRow(int):
 
 
 def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Return the length by RotaryEmbedding's ``original``, with positions of a row with prompts.
+    """Return the length for rotary frequencies, as RotaryEmbedding's ``original`` computes it.
 
-    For a row in which answers share prompts, the positions are an attribute of the length.
+    For a row in which answers share prompts, the positions of the row's tokens are an attribute of
+    the length.
     """
     length = original(*args, **kwargs)
     for argument in (*args, *kwargs.values()):
@@ -38,9 +39,10 @@ def carry_positions(original: Callable[..., int], *args: Any, **kwargs: Any) -> 
 def take_positions(
     original: Callable[..., Any], embedding: Any, length: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return rotary frequencies by ``original``, for a row with shared prompts one for each token.
+    """Return the rotary frequencies that ``original`` computes.
 
-    The ``length`` of such a row has the positions of its tokens as an attribute.
+    For a row with shared prompts there is one for each token of the row, whose positions are an
+    attribute of ``length``.
     """
     if not isinstance(length, _LengthOfRow):
         return original(embedding, length, *args, **kwargs)

@@ -31,7 +31,7 @@ _FLAG = "--pipeline-shared-prompts"
 
 @dataclass
 class SharedModelCall:
-    """Wrapper of calls of GPTModels, which may run rows with shared prompts as ``mode`` says."""
+    """Wrapper of GPTModel's forward, for rows with shared prompts if ``mode`` allows them."""
 
     mode: SharedPrompts
     _checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -119,8 +119,8 @@ def refuse_in_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwa
 def _check_lengths(model: GPTModel, given: Mapping[str, Any], params: SharedPromptParams) -> None:
     """Raise ValueError if a tensor that ``model`` reads has another length than the row.
 
-    ``given`` are the arguments of the model's call. Layers would take a longer tensor, for whose
-    tokens behind the row attention computes nothing.
+    ``given`` are the arguments of the model's call. Layers would accept a longer tensor, but
+    attention would compute nothing for the tokens behind the row.
     """
     assert params.shared is not None
     tokens = len(params.shared.row.sources)

@@ -29,7 +29,7 @@ _UNTRIED = ("decoder_input", "inference_context", "inference_params")
 class StandIn:
     """Stand-in for a model that records calls, to see how a forward_step_func calls the model.
 
-    Its attributes are the model's, whatever wraps the model.
+    Attributes are those of the model, or of the modules that it wraps.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ def pad_vocabulary(args: Any) -> str | None:
     The multiple is that of Yeung et al. 2024.
 
     Returns:
-        A line on another padding than Megatron's; None if it is Megatron's.
+        A line that tells the padding if it differs from Megatron's; None if it does not.
 
     Raises:
         ValueError: the vocabulary cannot be sharded.

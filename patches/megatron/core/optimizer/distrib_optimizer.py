@@ -6,8 +6,8 @@ a padded bucket (a tied embedding has one of its own, after the layers') a check
 optimizer states and fp32 weights that are shifted and end in zeros. Megatron only warns when it
 loads them, and the loss differs after the resume.
 
-Not patched: how states are gathered and loaded, and the other formats, which count alike on both
-sides.
+Not patched: how states are gathered and loaded, and the other formats, in which buffers and
+parameters' offsets count the padding alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Rank of the first stage for all global queries, and the ranks that share the embedding's weight.
+"""Rank of the first stage as `parallel_state` reports it, and ranks that share the embedding's
+weight.
 
 The ranks of the embedding groups are overridden for every caller: pretrain_gpt.py passes a function
-of its own, which takes the first and the last rank for the first and the last stage's. Whether
-multi-token prediction has a rank of its own is read from the arguments of Megatron's training loop.
+of its own, which assumes that the first and the last stage are on the first and the last rank.
+Whether multi-token prediction has a rank of its own is read from the arguments of Megatron's
+training loop.
 
 Not patched: `is_pipeline_last_stage`; `is_rank_in_embedding_group` (it calls the others).
 """

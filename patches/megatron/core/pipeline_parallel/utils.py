@@ -1,4 +1,4 @@
-"""Rank of the first stage for all queries with a process group.
+"""Rank of the first stage as Megatron's functions with a process group as argument report it.
 
 Not patched: `is_pp_last_stage` and `get_pp_last_rank` (the last stage stays on the last rank),
 `is_vp_first_stage` and `is_vp_last_stage` (the first stage is its rank's first chunk, the last its

@@ -1,9 +1,9 @@
 """Layouts by stage: the i-th segment is stage i, on the rank of its placement.
 
 Callers through `transformer_block` and `transformer_layer` pass the rank, but Megatron does not
-pass it on to the layout, which would read it from `parallel_state`. That is empty if the caller has
-groups of its own. A vision tower has no layout and one pipeline rank, but its config is often a
-copy of the language model's, including the layout of a V.
+pass it on to the layout, which would read it from `parallel_state`. `parallel_state` is empty if
+the caller has groups of its own. A vision tower has no layout and one pipeline rank, but its config
+is often a copy of the language model's, including the layout of a V.
 
 Not patched: `from_str` and the parser (they call what is patched), the layout's own
 `get_num_layers_to_build` and `get_layer_id_list` (they read what is patched),

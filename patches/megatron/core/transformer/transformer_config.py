@@ -1,7 +1,7 @@
 """Default layout, virtual stages and groups of microbatches of a model, from the schedule.
 
-Loops need no layout: Megatron splits the layers over its virtual stages itself. Nor do hybrid
-models: their stages are in their pattern.
+Interleaved placements need no layout: Megatron splits the layers over its virtual stages itself.
+Nor do hybrid models: their stages are in their pattern.
 """
 
 from __future__ import annotations

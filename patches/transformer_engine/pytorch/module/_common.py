@@ -288,7 +288,7 @@ def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
 class _Gradient:
     """Deferred weight gradient of a module.
 
-    ``fused``: ``make`` adds the weights' gradients to ``main_grad`` itself.
+    ``fused`` tells whether ``make`` itself adds the weights' gradients to ``main_grad``.
     """
 
     weights: Weights

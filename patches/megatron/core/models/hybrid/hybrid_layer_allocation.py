@@ -1,10 +1,11 @@
 """Pipeline segments of hybrid models: the i-th segment is stage i, on the rank of its placement.
 
-On lines and loops Megatron has the same order but lacks a check: if there are more segments than
-stages, Megatron builds only the first segments and trains a smaller model.
+On linear and interleaved placements Megatron has the same order but lacks a check: if there are
+more segments than stages, Megatron builds only the first segments and trains a smaller model.
 
-Not patched: `HybridModel`, which imports the patched function in its __init__ and uses its result,
-the layers and the number of the first one; `HybridStack`, which numbers its layers from that one.
+Not patched: `HybridModel`, which imports the patched function in its __init__ and uses its result
+(the layers, and the number of the first layer); `HybridStack`, which numbers its layers from that
+number.
 """
 
 from __future__ import annotations
