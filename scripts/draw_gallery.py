@@ -25,7 +25,7 @@ from megatron_ext.viz.page.write import Page, write_page
 SCRIPTS = Path(__file__).resolve().parent
 RANKS = (4, 8, 16)
 MICROBATCHES = (8, 16, 32)
-COSTS = {  # costs for the files with this part in their name
+COSTS = {  # costs by a word in the file's name
     "equal": "f=1,i=1,w=1",
     "usual": "f=10,i=12,w=8,comm=1",
     "vocabulary": "f=10,i=12,w=8,comm=1,output_layer=12/12/12,embedding=8/8",

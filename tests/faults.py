@@ -587,8 +587,8 @@ def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
         raise RuntimeError(f"pytest has not run the tests:\n{ended.stdout[-3000:]}")
     lines = ended.stdout.splitlines()
     yield from (line.split(" - ")[0] for line in lines if line.startswith("FAILED "))
-    # An error in a fixture also ends the command, since a fixture that fails without the fault
-    # would seem to catch every fault.
+    # An error in a fixture also ends `python -m tests.faults`: a fixture that fails even without
+    # the fault would seem to catch every fault.
     for line in lines:
         if line.startswith("ERROR "):
             raise RuntimeError(f"a test did not run: {line}\n{ended.stdout[-3000:]}")

@@ -44,8 +44,8 @@ SIZES = ((4, 8), (8, 16), (8, 32), (16, 64))
 SPECS = ("1f1b", "zb-h1", "v-auto")
 
 # Results of an earlier trial with another simulator, by load and schedule, for each of `SIZES`: the
-# time of a step with all three measures, relative to a step in order of arrival. No result may be
-# worse by more than `POINTS`.
+# time of a step whose microbatches are ordered and dealt, under a program for their costs, relative
+# to a step in order of arrival. No result may be worse by more than `POINTS`.
 TRIAL: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("long-128k", "zb-h1"): (0.835, 0.769, 0.784, 0.714),
     ("long-128k", "v-auto"): (0.868, 0.779, 0.764, 0.745),

@@ -46,7 +46,8 @@ def simulated(
 
 def _training(step: PublishedStep, times: PublishedStage, launch: float) -> DescribedTraining:
     stages = step.pipeline * step.chunks
-    # Embedding and output layer each replace a layer, so all stages count as many layers.
+    # The embedding and the output layer each take the place of one layer, so all stages count
+    # equally many layers.
     layers = times.layers * step.pipeline
     model: Model = replace(times.model, layers=times.model.layers[:1] * layers)
 

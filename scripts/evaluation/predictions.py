@@ -67,7 +67,7 @@ class Percentiles:
 
 
 NEW_CONTAINERS = "Megatron-Bridge, containers from 26.06 on"
-# First version of the container whose published step times are of today's software.
+# First version of Megatron-Bridge's container whose published step times are of today's software.
 _NEW_SOFTWARE = 26.06
 GLM = "GLM-5.2 (sparse attention), H100 and GB200"
 CARDS = "model cards, GB200 and GB300"

@@ -19,7 +19,7 @@ Subject = Mapping[str, Callable[[], str]]
 Record = dict[str, str]
 
 _INDENT = "    "
-_LONG = 5_000  # largest number of characters of an entry whose long lines are not shortened
+_LONG = 5_000  # long lines are shortened only in entries with more characters
 _WIDE = 100
 
 

@@ -19,8 +19,8 @@ from tests.gpu.small_stages import Seen, check, program_of
 from tests.helpers.combinations import at_night
 
 CASES = [
-    # This case on the CPU rehearses the cases on GPUs. By day test_one_gpu_cases runs such a
-    # rehearsal, and test_memory checks the same peaks.
+    # This case rehearses the cases on GPUs, on the CPU and at night. By day test_one_gpu_cases runs
+    # such a rehearsal, and test_memory checks the same peaks.
     *at_night(("cpu", "zb-v", P2P.ASYNC)),
     *(
         pytest.param("cuda", spec, p2p, marks=[pytest.mark.gpu, needs_two_gpus])

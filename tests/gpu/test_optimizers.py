@@ -15,8 +15,8 @@ from tests.gpu.runs import GPUS, losses, needs_two_gpus
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
 
-# Sizes with which four GPUs have two data-parallel replicas, which most of the tested settings
-# concern.
+# Sizes with which four GPUs have two data-parallel replicas. Most of the tested settings concern
+# replicas.
 PARALLEL: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "bf16": True,

@@ -106,7 +106,8 @@ class Use(enum.Enum):
     FILLED = "it is brought here"
 
 
-# Function of tensors that starts their transfer and returns its works.
+# Function that starts the transfer of the given tensors and returns their works
+# (`torch.distributed.Work`).
 Start = Callable[[Sequence[Tensor]], Sequence[Any]]
 
 
@@ -122,7 +123,7 @@ class _Adversary(Protocol):
     def copies_on(self, device: torch.device) -> HostCopies: ...
 
 
-# Function that is called with a `Start`, and with each tensor and its use; it returns the works.
+# Function that takes a `Start`, and each tensor together with its `Use`; it returns the works.
 Post = Callable[..., list[Any]]
 Substitute = tuple[Any, str, Any]  # class or module, name of the attribute, and its substitute
 
@@ -133,7 +134,7 @@ def _installed(adversary: _Adversary) -> Iterator[None]:
     current: list[Action] = []  # one item: the action that the executor runs
 
     def post(start: Start, *used: tuple[Tensor, Use]) -> list[Any]:
-        # before the first step no action runs, but connections are tried
+        # no action runs before the first step, when messages test the connections
         action = current[-1] if current else None
         return adversary.post(action, start, [use for _, use in used], *(t for t, _ in used))
 
@@ -235,7 +236,7 @@ def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
         "isend": adverse(dist.isend, Use.GIVEN),
         "irecv": adverse(dist.irecv, Use.FILLED),
     }
-    return [  # both modules have these functions, and batches of messages name them
+    return [  # both modules have these functions, and batches of messages (P2POp) refer to them
         (module, name, substitute)
         for module in (dist, distributed_c10d)
         for name, substitute in substitutes.items()
@@ -313,7 +314,7 @@ class Synchronising:
                 posted.wait(timedelta(seconds=self._seconds))
             except RuntimeError as error:
                 if time.monotonic() - began < self._seconds:
-                    raise  # the error is early, so another rank has failed
+                    raise  # the error came before the time limit, so another rank has failed
                 raise AssertionError(
                     f"{posted.name}, posted before {action}, has not ended in "
                     f"{self._seconds:g} s: it needs what a rank does later, and a GPU that is "

@@ -137,8 +137,9 @@ class Graph:
     def __call__(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             for name, buffer in self._kwargs.items():
-                # Megatron passes a mask of zeros if a layer gets no mask, as its attention is
-                # causal anyway. The samples' mask is causal, so it stays in the buffer.
+                # For a layer without a mask Megatron passes a mask of zeros, as the layer's
+                # attention is causal anyway. The zeros are not copied: the buffer keeps the
+                # samples' mask, which is causal.
                 if name != "attention_mask" or kwargs[name].any():
                     buffer.copy_(kwargs[name])
         result: tuple[Tensor, ...] = _Replayed.apply(self, *args, *self._parameters)

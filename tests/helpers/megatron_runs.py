@@ -489,7 +489,7 @@ class _Listener:
     def _track_predictions(self, helper: Any, track: Callable[..., Any], *args: Any) -> None:
         noted = [
             figure
-            # In Megatron 0.18 the figures have the first of these names.
+            # Megatron 0.18 has the first of these names in the tracker, later versions the others.
             for name in ("values", "loss_values", "correct_values")
             if name in helper.tracker
             for figure in helper.tracker[name].tolist()

@@ -39,8 +39,8 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.c10d.allreduce_.default and ProcessGroup.unbox(args[1]).size() == 1:
-            # A sum over one rank is skipped, as gloo's thread drops its tensor only a moment after
-            # the wait for it.
+            # A sum over one rank is not run, as gloo's thread would drop its tensor only a moment
+            # after the wait for the sum.
             return args[0], FakeWork().boxed()
         result = func(*args, **(kwargs or {}))
         # torch.tensor() ends with lift_fresh on its new tensor, so the tensor counts as new.

@@ -51,8 +51,9 @@ def load(folder: Path, capability: tuple[int, int] = (8, 0)) -> Any:
     """
     sys.path.insert(0, str(folder))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # keeps Transformer Engine from loading its libraries
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # lets its own Python code update scales
-    os.environ["NVTE_TORCH_COMPILE"] = "0"  # keeps it from compiling that code
+    # Lets Transformer Engine's Python code update scales.
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # keeps Transformer Engine from compiling Python code
     torch.version.cuda = "13.0"
     sys.modules["transformer_engine_torch"] = Extension("transformer_engine_torch")
     # Transformer Engine imports these packages for functions that the tests do not call.

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class What(enum.StrEnum):
-    NODE = "node"  # a node of Megatron's overlapped plan runs
+    NODE = "node"  # a node runs; an overlapped plan of Megatron consists of nodes
     COLLECTIVE = "collective"
     SEND = "send"
     RECEIVE = "receive"

@@ -287,7 +287,7 @@ class Reference:
     """A step in one process, all in float64, with torch's own functions."""
 
     losses: dict[int, Tensor]
-    embedding: Tensor  # gradient of the embedding; with a tied table, the sum of both
+    embedding: Tensor  # gradient of the embedding, or of a tied table
     output: Tensor
     stages: list[Tensor]  # gradients of each stage's weight and bias, in one tensor
 

@@ -224,8 +224,8 @@ def unseen(marked: Iterable[Feature], test: str) -> list[Feature]:
     return sorted(set(marked) & set(WITNESSES) - (_seen or set()))
 
 
-# For each setting: the flags without which the setting is off, if their name is another one, and
-# flags that need them.
+# For each setting: the flags that are dropped to switch it off. These are its own flag, if that has
+# another name than the setting, and the flags that need it.
 _PARAMETERS = ("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
 _RECOMPUTE = tuple(
     f"--recompute-{word}" for word in ("granularity", "method", "num-layers", "modules")

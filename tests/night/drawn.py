@@ -26,7 +26,8 @@ from tests.night.__main__ import commit, run_files
 from tests.night.pieces import COMMANDS, ROOT, night_cases, night_files
 from tests.night.record import NightLine
 
-AT_MOST = 25 * 60.0  # largest seconds of the drawn files on all cores, by the night's record
+# Most seconds that the drawn files may take on all cores, according to the night's record.
+AT_MOST = 25 * 60.0
 LATEST = 65 * 60.0  # seconds after the start of .ci/run by which the last file must begin
 
 # Folder of sources that a test file needs, by the name that the file imports.

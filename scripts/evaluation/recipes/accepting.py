@@ -89,8 +89,8 @@ _DEFAULTS: Mapping[str, Value] = {
 
 # Settings that pretrain_gpt.py's validation refuses but Megatron-Bridge, which does not validate,
 # accepts: Transformer Engine's cross entropy, parameters gathered during the step with any
-# checkpoint, Bridge's own packed data sets, and matrices stored in 8 or 4 bits alone without the
-# distributed optimizer. They are set after the validation, so that the refusals of megatron_ext see
+# checkpoint, Bridge's own packed data sets, and, without the distributed optimizer, matrices stored
+# only in 8 or 4 bits. They are set after the validation, so that the refusals of megatron_ext see
 # them.
 _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),

@@ -62,5 +62,5 @@ OTHER_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "cuda_graph_modules": "cuda_graph_scope",
 }
-# Value for whole layers, which are captured if cuda_graph_scope names no modules.
+# Value that stands for whole layers: these are captured if cuda_graph_scope names no modules.
 WHOLE_LAYERS = "layer"

@@ -249,7 +249,7 @@ def _answer_ranks(case: str, ranks: Sequence[RankResult]) -> None:
         100 * abs(seconds / one.estimated[kind] - 1)
         for one in ranks
         for kind, seconds in one.seconds.items()
-        # Only kinds with an estimate are compared: on the CPU lookups in tables have none.
+        # Only kinds with an estimate are compared: on the CPU the embedding's lookups have none.
         if one.estimated[kind]
     ]
     answer(case, ESTIMATED, max(off))

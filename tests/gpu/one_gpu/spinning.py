@@ -20,7 +20,8 @@ from megatron_ext.rehearsal.cuda_driver import load_kernels, start_kernel
 THREADS = 640
 MOST_BLOCKS = 256
 
-# registers of a thread in use while the kernel spins; with the others, rounded up, there are 96
+# Registers of a thread that are in use while the kernel spins. With its other registers, rounded
+# up, a thread has 96.
 _HELD = 84
 
 # Arguments of the kernel. flags[0]: the host sets this flag to end the kernel. flags[1 + block]: 1

@@ -28,8 +28,8 @@ from tests.gpu.one_gpu.gpt import layer_flags, train
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal
 
-# Length of a sequence. With 4,096 tokens and 4 experts for each, the 8-byte indices are just large
-# enough to be offloaded.
+# Length of a sequence. With 4,096 tokens and 4 experts for each token, the indices of 8 bytes are
+# just large enough to be offloaded.
 SEQUENCE = {"cuda": "4096", "cpu": "16"}
 EXPERTS = """
 --num-layers 4 --num-attention-heads 2 --num-experts 8 --moe-router-topk 4

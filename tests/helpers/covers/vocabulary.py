@@ -30,7 +30,7 @@ GRADES = ("A", "B", "C")  # grades of tests, the best one first
 
 LOW_PRECISIONS = ("fp8_delayed", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4")
 CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "layer")
-# value for whole layers, which are captured if cuda_graph_scope names no modules
+# Value that stands for whole layers: these are captured if cuda_graph_scope names no modules.
 WHOLE_LAYERS = "layer"
 _RECOMPUTED = (
     *("core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mhc"),

@@ -174,7 +174,7 @@ class Engine:
         if consumer != before.stream:
             clocks.wait(consumer, before.event)
         task.additions.append(consumer)
-        # The gradient is ready on the stream of the consumer, which need not wait for the event.
+        # The sum is ready on the consumer's stream, so the consumer need not wait for the event.
         task.ready[taken] = _Ready(consumer, event)
 
 

@@ -548,8 +548,8 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
         for text in (output, without)
     ]
-    # Without a trace no limit is written if it changes nothing, and whether it does depends on what
-    # the plan compared in its time.
+    # Without a trace the plan writes a limit only if the limit changes something. That depends on
+    # which candidates the plan had time to compare.
     assert limits[0] == {"M"} and limits[1] <= {"G"}
     assert "--trace DIR" in without and "assumed, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
@@ -596,8 +596,8 @@ def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that() -> None:
     best = plan.plan.best
     assert best is not None and best.report.options.recompute.fit and best.report.recomputed > 0
     assert 101 * 2**20 < plan.verdict.excess < 102 * 2**20
-    # Random states that cannot be restored for a second run: a launch refuses recompute with them
-    # too.
+    # With these settings, random states cannot be restored for a recompute. A launch refuses
+    # recompute then, and the plan does not propose it.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
     assert all(
         not candidate.report.options.requests("recompute") for candidate in refused.candidates
@@ -611,7 +611,8 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     (without,) = plan.others
     assert without.seconds < plan.plan.candidates[0].step
     assert taken_of(plan).schedule == without.candidate.schedule
-    # A limit that has no effect is written for the alternative only.
+    # The alternative has all flags of the plan, and perhaps a limit, which the plan omits if it has
+    # no effect.
     assert set(plan.written.added) <= set(without.write().added)
     dropped = {f"--{name.replace('_', '-')}" for name in flags}
     assert dropped <= set(plan.written.dropped)

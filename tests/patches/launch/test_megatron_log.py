@@ -512,7 +512,7 @@ def test_a_log_is_planned_as_its_launch_command(
         "the log names the GPU: h200",
     ]
     *others, missing = expected.pop("remarks")
-    # a log does not tell the script
+    # a log does not say which script was run
     assert remarks[2:] == others and "not on this machine" in missing
     assert expected.pop("command").startswith("torchrun --nnodes 2 ")
     assert found.pop("command").startswith("-m megatron_ext pretrain_gpt.py ")

@@ -105,7 +105,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda variant_of, room, specs: make_plan(variant_of, room, specs=SLICED),
     )
     monkeypatch.setattr(plan_command, "planning", functools.partial(planning, SECONDS))
-    # This remark of doctor's would compare schedules once more.
+    # Doctor's remark on slices would take another comparison of schedules.
     monkeypatch.setattr(launch_check, "_say_what_slices_give", lambda *given: None)
     monkeypatch.setattr(verdict, "WORTH", 0.0)
     assert confirmation.verdict_of is verdict.verdict_of

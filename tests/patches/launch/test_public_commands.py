@@ -17,7 +17,8 @@ from megatron_ext.launch.planner.parsed_launch import LaunchRequest, with_launch
 from tests.helpers.megatron_runs import SCRIPT
 
 _FILE = Path(__file__).with_name("public_commands.txt")
-# Subjects of files that every command names and that are missing here, as doctor must say.
+# Subjects of what doctor reports as missing: every command names such files, and they are not on
+# this machine.
 _FILES = {"datasets", "tokenizer", "checkpoints", "script"}
 
 

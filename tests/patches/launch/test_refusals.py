@@ -141,8 +141,8 @@ def _is_unsupported(refusal: RefusedSetting, value: object) -> bool:
         (group, refusal)
         for group in REFUSALS
         for refusal in group.refusals
-        # This refusal is for a caller's own optimizer; as a flag, every schedule refuses the
-        # setting.
+        # This refusal meets only a caller's own optimizer: with the flag, every schedule is
+        # refused.
         if (group.name, refusal.setting) != ("post-validation refusals", "use_megatron_fsdp")
     ],
     ids=lambda given: getattr(given, "name", getattr(given, "setting", None)),

@@ -173,7 +173,7 @@ def test_ranks_run_once_more_with_their_messages_on_time(tmp_path: Path) -> None
     for alone, again in zip(run.requests[:3], run.requests[3:6], strict=True):
         assert again.replay is not None
         assert replace(again, replay=None, folder=alone.folder) == alone
-        # All messages stay within a node, and NVLink's have 32 CTAs.
+        # All messages stay within a node, and those over NVLink have 32 CTAs.
         assert (again.replay.ctas, again.replay.has_blocks) == (32, True)
         assert {len(times) for times in again.replay.moved.values()} == {8}
     for one, figures in zip(report.replays, report.schedules, strict=True):

@@ -164,7 +164,7 @@ def test_the_table_has_all_stand_ins() -> None:
     }
     stand_ins |= {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/helpers/*_on_cpu.py")}
     written = {ours.partition(":")[0] for ours in TABLE}
-    starting = {  # these start other stand-ins, or are written for NeMo-RL, which no index has
+    starting = {  # these start other stand-ins, or stand in for NeMo-RL, which no package index has
         f"tests/helpers/{name}_on_cpu.py" for name in ("verl", "swift", "nemo_rl")
     }
     assert stand_ins - starting <= written

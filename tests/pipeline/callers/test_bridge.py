@@ -33,7 +33,8 @@ OURS = {
     "interleaved-zb": {"schedule": "interleaved-zb", **COSTS},
 }
 FOLDER = lasting_folder()  # folder of the checkpoints that the jobs share
-_ATTENTION = contextlib.ExitStack()  # replaced attention of a rank, until the rank ends
+# Replacement of a rank's attention, which lasts until the rank ends.
+_ATTENTION = contextlib.ExitStack()
 
 
 def experts(config: Any) -> None:

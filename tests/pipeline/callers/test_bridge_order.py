@@ -31,7 +31,7 @@ FOLDER = lasting_folder()
 ORDER: dict[str, Any] = {"microbatch_order": "small-ends", "deal_microbatches": True}
 
 
-SEQUENCE = 17  # tokens of a pack, with the label of the last one
+SEQUENCE = 17  # tokens of a pack, and one for the label of the last token
 
 
 def packs() -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ def results() -> tuple[dict[str, list[Run] | str], dict[str, list[list[list[int]
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
-    # Weights of all microbatches of four steps.
+    # Weights of samples, for all microbatches of four steps.
     np.save(WEIGHTS, np.random.default_rng(4).lognormal(0, 1, 32))
     with packed_on_the_cpu():
         ranks = run_ranks(

@@ -206,8 +206,8 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
             assert expected[0] != plain[0] or any(
                 not torch.equal(gradient, plain[1][name]) for name, gradient in expected[1].items()
             )
-            # Only on a linear placement are the stages, on which this change runs a backward pass,
-            # stock's.
+            # `backward_of_the_stage` runs backward passes of whole stages, and only a linear
+            # placement has stock's stages.
             for schedule in ("zb-h1",) if change is backward_of_the_stage else ("zb-h1", "zb-v"):
                 with megatron_ext.install(schedule=schedule):
                     losses, gradients = step(change)

@@ -75,7 +75,7 @@ def run(source: str, **env: str) -> list[str]:
     """Return the lines that the script prints when launched on two ranks of the CPU platform."""
 
     def on_rank(rank: int) -> str:
-        torch.compiler.set_stance("force_eager")  # as the launcher sets before torch is imported
+        torch.compiler.set_stance("force_eager")  # the launcher has torch compile nothing, too
         os.environ |= torchrun_environment(rank, RANKS, port) | env
         build = GPTModel.__init__
 

@@ -301,7 +301,7 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
     watchdog's thread, which handles the signal, had ended or was blocked when it wrote that the
     rank may hang."""
     with running_ranks(RANKS, CannotSay(broken), script) as running:
-        # At the time when rank 2 says so, rank 0 says the same, or tries to.
+        # When rank 2 writes that it may hang, rank 0 writes the same, or tries to.
         running.wait_until_it_says(2, "it may hang")
         time.sleep(0.5)
         running.send_signal(0, signal.SIGTERM)

@@ -87,7 +87,8 @@ def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:
     differs from that in which the data arrive."""
     arrival = trained(2)
     stock = trained(2, **ORDERED)
-    for schedule in ("zb-v", *at_night("zb-h1")):  # zb-h1 has dealt microbatches below
+    # The next test trains zb-h1, with dealt microbatches.
+    for schedule in ("zb-v", *at_night("zb-h1")):
         assert_same(trained(2, pipeline_schedule=schedule, **ORDERED), stock)
     with pytest.raises(AssertionError):  # the gradients are summed in another order
         assert_same(stock, arrival)

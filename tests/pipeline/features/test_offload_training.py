@@ -38,7 +38,7 @@ from tests.helpers.trainings import Training
 
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-# Two layers for each pipeline rank, as where all ranks are one pipeline.
+# Each of two pipeline ranks has two layers, as many as in cases whose ranks are all one pipeline.
 PIPELINES_OF_TWO: dict[str, object] = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 
 # Each case is a schedule, its modes of offload, the number of ranks, and flags of both runs.

@@ -123,7 +123,7 @@ def times_redone(runs: list[Run]) -> int:
     return max(run.redone for run in runs)
 
 
-# By day, another test in this file clips in fp16, among other steps.
+# The cases in fp16 run at night, as another test of this file clips steps in fp16 by day.
 @pytest.mark.parametrize("name", [name for name in SETTINGS if IS_NIGHT or "fp16" not in name])
 def test_clips_on_every_third_step(name: str) -> None:
     setting = SETTINGS[name]
@@ -234,7 +234,7 @@ def test_no_checkpoint_of_a_step_that_is_not_validated(
     for other, result in enumerate(results):
         if other != rank:
             assert result.exit_code == 1
-            # A rank that knows the verdict already meets the failure at the start of the
+            # A rank that already has the verdict goes on, and meets the failure at the start of the
             # checkpoint.
             assert "PeerFailure: pipeline rank" in result.stderr or "Connection" in result.stderr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"

@@ -97,7 +97,8 @@ def costs_in(path: Path, spec: str, ranks: int) -> Costs:
     [
         ("zb-auto", 2, 2, {"pipeline_memory_limit": "1x"}),
         ("zb-h1", 2, 2, {"pipeline_p2p": "batched", "eval_iters": 1, "eval_interval": 2}),
-        # By day a V has a divided vocabulary below, and two replicas are traced.
+        # These cases run at night. By day, other tests of this file have a V with a split
+        # vocabulary, and trace one of two pipelines.
         *at_night(
             ("1f1b", 2, 2, {}),
             ("zb-v", 4, 2, {}),
@@ -239,8 +240,8 @@ def test_layers_of_two_types_get_separate_costs(
     stages, trains with the measured file."""
     path = tmp_path / "costs.json"
     mixtures, head = ("--", "-E", "EE", "EE"), 2.5e-3
-    # Number of times that the seconds of F, I and W include the output layer's: its W is computed
-    # in I.
+    # Number of times that F, I and W of the last stage run the output layer. I runs it twice, as
+    # the layer's W is fused into I.
     runs_of_head = dict(zip(PASSES, (1, 2, 0), strict=True))
 
     def takes(stage: int, kind: Kind) -> float:

@@ -117,7 +117,8 @@ OVERLAP: Flags = {"overlap_grad_reduce": True}
 DISTRIBUTED: Flags = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 
 
-# By day test_profile.py traces plain reductions.
+# The case without the distributed optimizer runs at night: test_profile.py traces such reductions
+# by day.
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(DISTRIBUTED, id="distributed"), *at_night(pytest.param({}, id="plain"))],

@@ -97,8 +97,9 @@ def test_every_family(name: str, ranks: int) -> None:
     values(run_ranks(ranks, partial(run_all, programs)))
 
 
-# By day a family of each placement, with and without a split backward pass, runs on one queue: the
-# others differ in the order of their passes, and a device that blocks runs them all, above.
+# By day each placement has two families here, one with and one without a split backward pass. Other
+# families differ only in the order of their passes, and the test above runs all of them on devices
+# that block.
 ON_ONE_QUEUE = ("1f1b", "zb-h1", "interleaved", "gis", "1f1b-v", "zb-v", "hanayo", "wave-auto")
 
 

@@ -73,7 +73,8 @@ def _cases() -> list[tuple[Case, str]]:
 
 
 CASES = _cases()
-# By day lines and divided vocabularies are in test_adversary.py.
+# By day only zb-v without a split vocabulary runs here: test_adversary.py has linear placements and
+# split vocabularies.
 BY_DAY = [
     (case, mode)
     for case, mode in CASES

@@ -109,7 +109,7 @@ def test_no_device_is_queried_while_a_graph_is_captured(
         torch.cuda.CUDAGraph.capture_begin("graph", pool=1, capture_error_mode="global")  # type: ignore[arg-type]
     assert captured == [("graph", 1, "global")]
     assert recorder.device.position is None
-    # The next step adds an event, so the device has a position again.
+    # The next step adds an event, so the device's position is known again.
     recorder.device.add(Position(0, parse_action("0F1"), None, "", 0.0))
     recorder.device.look()
     recorder.device.look()

@@ -339,7 +339,7 @@ def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
         loss = before.exp().sum()  # autograd keeps the result of exp
         assert sorted(live.sizes().values()) == [4, 400]
         loss.backward()
-        # The gradient of `before` takes the place of exp's result.
+        # The gradient of `before` takes as many bytes as exp's result, which has been freed.
         assert sorted(live.sizes().values()) == [4, 400]
         del loss
         before.grad = None

@@ -188,7 +188,7 @@ def recorded_reductions(rank: int) -> list[GradientReduction]:
     recording.begin_reduction(5)
     time.sleep(SLEEP)  # stands for passes
     while not telling.ends:
-        time.sleep(SLEEP)  # more passes, during which nobody asks for the end
+        time.sleep(SLEEP)  # more passes, during which nobody asks whether a reduction has ended
     silent.was_awaited()
     return recording.read()[1]
 

@@ -75,8 +75,9 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
     used to resume with other numbers or not at all: all parameters shared one step count of Adam's,
     and each parameter incremented it."""
     runs = resume(setting, saved(setting, STOCK), schedule)
-    # On a V each rank compares its states at once; parameters that other ranks updated arrive with
-    # the gather in the next forward pass.
+    # The last rank of a V has both tables. They are equal after setup and after each iteration,
+    # although parameters that other ranks updated arrive only with the gather in the next forward
+    # pass.
     if schedule == "zb-v":
         moments = [tables for run in runs[2:] for tables in run.tables]
         assert len(moments) == 2 * (ITERATIONS - SAVED_AT + 1)

@@ -58,9 +58,9 @@ MODELS: dict[str, Flags] = {
     "tied, repeated layer, bf16": {**REPEATED, "bf16": True},
     "tied, repeated layer, full recompute": {**REPEATED, **FULL},
 }
-# An untied output layer's weight gradient is deferred to W if there is memory for its logits, so
-# the last stage can have fewer layers. With these settings the prediction layer alone takes as long
-# as another stage, and fewer layers gain nothing.
+# If there is memory for its logits, the weight gradient of an untied output layer is deferred to W,
+# since the last stage can then have fewer layers. Fewer layers gain nothing in models with these
+# settings, whose prediction layer alone takes as long as another stage.
 HEAVY = ("full recompute", "experts")
 ROOM: Flags = {"pipeline_memory_limit": "60GiB"}
 LINE: Flags = {"pipeline_model_parallel_layout": "Ettttt|ttt{m}L"}

@@ -53,7 +53,7 @@ TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 GATHERED_EARLY: Flags = {
     **SHARDED,
     "overlap_param_gather_with_optimizer_step": True,
-    "ckpt_format": "torch",  # Megatron requires this format, and virtual stages
+    "ckpt_format": "torch",  # early gathers require this format, and virtual stages
 }
 SETTINGS: dict[str, Flags] = {
     "averaged": AVERAGED,

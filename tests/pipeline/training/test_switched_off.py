@@ -51,7 +51,7 @@ _LATENT_SPACE = (
 )
 _PAIRS = "tests/pipeline/training/test_pairs.py::test_trainings_are_stocks_to_the_last_bit"
 
-# For each setting, one test that has its mark.
+# For each setting, one test that is marked as a test of the setting.
 MARKED = {
     "account_for_embedding_in_pipeline_split": f"{_SETTINGS}test_an_end_that_counts_as_a_layer"
     "[account_for_embedding_in_pipeline_split-zb-h1]",
@@ -125,8 +125,8 @@ _BUILT = "its tests set it where a model is built, without a flag"
 _IS_W = "W defers weight gradients, with the flag and without"
 _ORDER = "it sets when something happens, which changes no number"
 
-# Settings that marks of tests on the CPU count, but which are not switched off in this file, each
-# with its reason.
+# Settings that tests on the CPU are marked with, but that this file does not switch off, each with
+# its reason.
 NOT_SWITCHED = {
     "defer_embedding_wgrad_compute": _IS_W,
     "delay_wgrad_compute": _IS_W,

@@ -151,12 +151,12 @@ def test_a_file_without_a_suffix_is_a_log(tmp_path: Path, monkeypatch: pytest.Mo
         (("pp=4,m=8", "--pipeline-schedule", "zb-v"), "--pipeline-schedule: a plan of sizes"),
         (("pp=4,m=8", "--pipeline-slices", "x"), "--pipeline-slices x: write a number"),
         (("pp=4,m=8", "--pipeline-shedule", "x"), r"No such option:? '?--pipeline-shedule"),
-        # A plan by costs alone refuses tp= and dp=, which a former error advised to write into
-        # these sizes.
+        # These sizes alone make a plan by costs, which refuses tp= and dp=. The error used to
+        # advise writing these two.
         (("pp=4,m=8", "--world-size", "8"), "only a launch has a world size, and costs alone"),
         ((SIZES, "--world-size", "8"), "only a launch has a world size; write tp= and dp="),
         (("pp=4,m=8", "--pipeline-memory-limit", "5"), "for sizes, write --memory-limit 5"),
-        # This size used to have no effect.
+        # The size distributed-optimizer used to have no effect here.
         (("pp=4,m=8,distributed-optimizer=true",), "distributed-optimizer needs the sizes of a"),
         # The error used to say only that torchrun's option is no option of plan.
         (("torchrun", "--nnodes", "2", "x.py"), "torchrun begins a launch command: write --"),

@@ -16,7 +16,7 @@ from megatron_ext.schedule.problem import ScheduleOptions
 
 # Options of schedules with other names in the commands than in a training.
 EXCEPTIONS = {"pairs": OVERLAP, "steps_overlap": "--post-validation"}
-# options of the whole problem, with the names of the settings
+# Options of simulate that belong to the whole problem and not to a schedule.
 _OTHERS = {"--costs", "--memory-limit", "--rank-speeds"}
 
 

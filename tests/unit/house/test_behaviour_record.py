@@ -14,7 +14,7 @@ from tests.behaviour.record import Record, differences, from_text, taken, to_tex
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 ANEW = "where that is meant, write it anew: python -m tests.behaviour write tests/records"
 
-# One of so many entries of each subject is compared by this file.
+# By subject: the number n if this file compares every n-th entry of the record.
 EVERY = {"programs": 25, "help": 1, "outputs": 2, "refusals": 25, "files": 5, "names": 2}
 # Entries that need Megatron, take seconds, or change with the library that formats them.
 ELSEWHERE = ("doctor", "megatron-ext", "plan", "simulate 1f1b --pp 4")

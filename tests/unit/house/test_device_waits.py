@@ -308,7 +308,8 @@ def _waits(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
 def _may_wait(call: ast.Call) -> bool:
     match call.func:
         case ast.Attribute(attr="tensor" | "as_tensor"):
-            # Calls with a device copy, and wait.
+            # torch.tensor and torch.as_tensor with a device copy to the device and wait for the
+            # copy.
             return any(keyword.arg == "device" for keyword in call.keywords)
         case ast.Attribute(attr=name):
             return name in WAITING

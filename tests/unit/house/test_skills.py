@@ -19,7 +19,7 @@ EACH_GUIDE = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.pa
 NOT_RUN = (
     "pytest ",
     "ruff ",
-    # The command plan searches; tests/pipeline/commands/test_documented_commands.py runs one.
+    # The command plan searches; tests/pipeline/commands/test_documented_commands.py runs a plan.
     "megatron-ext plan ",
     "megatron-ext doctor",  # this command needs Megatron; tests/unit/commands/test_cli.py runs it
     # The command trace needs a run; tests/pipeline/commands/test_documented_commands.py has one.

@@ -36,7 +36,8 @@ OURS = {"told_by_rank_0", "gather_from_all"}
 
 ONLY_HERE = "megatron_ext/runtime/world.py"
 
-# The allowed calls (file and function) by the moment that every pipeline reaches.
+# The allowed calls (file and function) of collectives of the world, by the moment of the call.
+# Every pipeline reaches each of these moments.
 REACHED: dict[str, set[tuple[str, str]]] = {
     "the building of loaders, before any step": {
         ("patches/megatron/training/training/loaders.py", "_largest"),

@@ -181,7 +181,7 @@ def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
     script = tmp_path / "train.py"
     script.write_text("print('script')")
     monkeypatch.setattr("megatron_ext.launch.script.install", lambda config: print("patches"))
-    # On a GPU there is no platform to patch in.
+    # With a GPU the launcher does not apply the patches of the CPU platform.
     monkeypatch.setattr("megatron_ext.launch.script._has_gpu", lambda: True)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])

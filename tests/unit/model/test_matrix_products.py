@@ -104,7 +104,7 @@ def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
         for run in (fp8, mxfp8)
     )
     assert many[:2] == one[:2]
-    # The factor holds to 1 %, because of the gap between kernels.
+    # The ratio equals the factor to 1 %, as both times include the gap between kernels.
     assert many[2] == pytest.approx(MXFP8_WEIGHTS * one[2], rel=0.01)
 
 

@@ -113,7 +113,8 @@ def test_what_the_passes_cost_is_recovered(
     # The parts of a split vocabulary are on all ranks, which have one speed in this test.
     if vocabulary is not NONE:
         assert guess.vocabulary is not None and truth.vocabulary is not None
-        # Measured passes already contain what the estimate adds to them.
+        # The estimate adds launches, rescaling and contention, which measured passes already
+        # contain.
         truth_of_ends = replace(guess.vocabulary, launch=0.0, rescaling=0.0, contention=(0.0, 0.0))
         truth = truth.without_vocabulary().with_vocabulary(truth_of_ends)
     measured = measured_costs(before, guess, recorded(before, truth), "here")

@@ -50,7 +50,8 @@ def test_messages_hide_behind_what_the_other_pass_computes_and_no_more() -> None
 
 def test_a_pair_takes_no_less_than_its_messages() -> None:
     layer = PairedLayer(1.0, 1.0, 1.0, forward_messages=9.0, input_gradient_messages=9.0)
-    # 3.0 is the computing time of both passes. What each pass can hide (2) would add up to 4.
+    # The overlap saves no more than both passes compute: 3.0. What each pass could hide alone, 2.0,
+    # would add up to 4.0.
     assert layer.saving_with(layer, 1.0, with_weights=True) == 3.0
 
 

@@ -108,7 +108,8 @@ def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Pat
     assert found.verdict is ParityVerdict.DIFFER and found.beyond == [SECOND]
     (row,) = comparison_text.tensor_rows(found)
     assert float(row["relative"]) > 100 * float(row["of A reordered"]) > 0
-    # A difference in another tensor on one side only is not explained by an order of sums.
+    # Without a run whose sums have another order, the difference is not explained by an order of
+    # sums.
     assert compare_runs(a, b_run, a).verdict is ParityVerdict.DIFFER
 
 

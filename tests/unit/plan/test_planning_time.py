@@ -55,7 +55,8 @@ def test_work_ends_after_its_cpu_seconds() -> None:
     with planning(limit=0.5) as plan:
         start_planning_time()
         assert until_end(lambda: work_for(60), "ended", LAYOUTS) == "ended"
-        # The timer counts in ticks, and counts ahead of the CPU seconds on a busy machine.
+        # The timer counts ticks of the system, so it may run ahead of the CPU seconds on a busy
+        # machine.
         assert 0.25 <= plan.seconds < 10
         assert plan.is_short and unfinished_alternatives() == (LAYOUTS,)
         assert "0.5 CPU seconds" in plan.why_short

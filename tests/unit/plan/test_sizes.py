@@ -213,8 +213,8 @@ def test_space_of_experts() -> None:
 
 def test_layers_are_balanced_with_the_ends_of_the_pipeline() -> None:
     assert least_maximum(8, 1.0, (0.5, 0.5), 4) == 2.5
-    # Layers on four ranks: 3, 3 and 2, and none on the last, whose end takes as long as two layers;
-    # or 3, 2, 2 and 1.
+    # Layers on four ranks: 3, 3, 2 and 0, or 3, 2, 2 and 1. The end of the last rank takes as long
+    # as two layers.
     assert least_maximum(8, 1.0, (0.0, 2.0), 4) == 3.0
     assert least_maximum(8, 1.0, (3.0, 0.0), 4) == 3.0
     assert least_maximum(8, 1.0, (1.0, 1.0), 1) == 9.0  # on one rank both ends count

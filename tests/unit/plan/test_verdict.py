@@ -206,8 +206,8 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     assert found.taken is layout and found.stock is layout
     text = told(found)
     assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
-    # The plan used to print the same if a search had ended early. A second plan, of the command
-    # that the first one wrote, then found a step that was 4 % shorter.
+    # The plan used to print the row above even if a search had ended early. A second plan, of the
+    # command that the first one wrote, then found a step that was 4 % shorter.
     short = "\n".join(told(found, is_short=True, unfinished=("layouts", "passes in pairs")))
     unfinished = "layouts, passes in pairs"
     assert f"(Megatron's own; not all of ours were compared in time: {unfinished})" in short

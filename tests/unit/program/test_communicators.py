@@ -144,7 +144,7 @@ def check_waves(ways: set[Channel]) -> None:
     assert {frozenset(pair) for pair in pairs_of_all} == {frozenset(way[:2]) for way in ways}
     order = in_waves(ways)
     assert sorted(order) == sorted(ways)
-    # The channels of two ranks follow one another.
+    # In this order all channels between the same two ranks are consecutive.
     pairs_in_order = [frozenset(way[:2]) for way in order]
     changes = sum(pair != after for pair, after in pairwise(pairs_in_order))
     assert changes == max(0, len(pairs_of_all) - 1)

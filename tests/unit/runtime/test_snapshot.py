@@ -37,7 +37,7 @@ def test_tensors_come_back_bit_for_bit() -> None:
     before, rest = [bits(tensor) for tensor in tensors], whole.t()[3:].clone()
     snapshot = Snapshot()
     snapshot.keep(tensors)
-    for _ in range(2):  # it may be restored more than once
+    for _ in range(2):  # a snapshot may be restored more than once
         for tensor in tensors:
             tensor.detach().add_(1)
         assert [bits(tensor) for tensor in tensors] != before

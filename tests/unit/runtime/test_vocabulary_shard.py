@@ -129,7 +129,8 @@ def test_gradients(dtype: torch.dtype, shards: int, early: bool, spread: float) 
     hidden_states = exact.hidden_states.requires_grad_()
     logits = hidden_states @ table.t()
     rounded = (case.hidden_states @ case.table.t()).double()
-    logits = logits + (rounded - logits).detach()  # both are computed from the rounded product
+    # `divided` and `whole` use the rounded product, too.
+    logits = logits + (rounded - logits).detach()
     losses = functional.cross_entropy(
         logits.flatten(0, 1), case.labels.t().flatten(), reduction="none"
     )

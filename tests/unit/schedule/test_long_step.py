@@ -24,7 +24,8 @@ from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import IS_NIGHT
 
 ROUNDING = 1e-9  # accepted relative difference by rounding
-NEARLY = 0.01  # accepted relative difference if costs place W, perhaps differently in a longer step
+# Accepted relative difference if the places of W depend on costs, and so on the step's length.
+NEARLY = 0.01
 PROBLEMS = 12 if IS_NIGHT else 2  # number of random problems of each family
 
 FAMILIES = [name for name, entry in entries().items() if not entry.traits.searches]

@@ -163,7 +163,7 @@ def test_what_needs_more_memory_is_a_start() -> None:
     with pytest.raises(ValueError, match="least feasible limit for it is 5"):
         build_program(choose("gis-h:vpp=4"), problem)
     at_once = build_program(choose("loop-auto:vpp=4").without_search, problem)
-    assert makespan(at_once) < 740  # without that packed order the makespan is 1214.5
+    assert makespan(at_once) < 740  # without the packed order of gis-h the makespan is 1214.5
 
 
 def test_no_limit_is_that_of_1f1b() -> None:

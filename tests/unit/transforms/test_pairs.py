@@ -221,8 +221,8 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
     schedule, costs = program.schedule, program.problem.costs
     assert schedule.pairs
     assert bitwise_order(schedule)
-    # A device with one queue is left out with batched messages: it does not show the swaps of
-    # messages in one batch.
+    # With batched messages the device with one queue is not simulated, as its timeline does not
+    # show that messages swap in one batch.
     devices = list(Device)[: 2 if p2p is P2P.BATCHED else 3]
     for device in devices:
         timeline = simulate(program, costs, device)

@@ -353,7 +353,7 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
         assert row[-1].kind in (
             Kind.STEP,
             Kind.SEND_P,
-        )  # both come after all passes that free memory
+        )  # STEP and SEND_P come after all passes that free memory
 
 
 # --- searches for it
