@@ -416,8 +416,8 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
 def test_names_and_figures_stay_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tables keep names and numbers on one line in a narrow terminal. `plan` used to print
-    "breadth-fir" above "st", and "experiment" above "al"."""
+    """Tables keep names and numbers on one line in a narrow terminal. `plan` used to break
+    "breadth-first" into "breadth-fir" and "st", and "experimental" into "experiment" and "al"."""
     only_families(monkeypatch, "1f1b", "breadth-first", "zb-v")
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
     plan = (
@@ -436,9 +436,9 @@ def test_names_and_figures_stay_whole_on_a_narrow_terminal(
 
 @pytest.mark.parametrize("command", ["", "doctor", "verify", "parity", "parity record"])
 def test_help_is_behind_its_short_flag_too_and_types_no_switch(command: str) -> None:
-    """Every command prints its help for ``-h`` as for ``--help``, and its switches have no type.
-    ``-h`` used to give "No such option", or was read as a word of the launch command, and the help
-    showed a ``<bool>`` behind each switch."""
+    """Every command prints its help for ``-h`` as for ``--help``, and the help shows no type for a
+    switch. ``-h`` used to give "No such option", or was read as a word of the launch command, and
+    the help showed a ``<bool>`` behind each switch."""
     short, whole = (runner.invoke(app, [*command.split(), flag]) for flag in ("-h", "--help"))
     assert short.exit_code == 0 and short.output == whole.output
     assert "Show this message and exit" in short.output

@@ -236,9 +236,9 @@ def test_flags_behind_sizes_are_options_of_their_schedules() -> None:
 
 
 def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path) -> None:
-    """Flags after a file of arguments belong to its launch, as after a command. Slices without a
-    schedule of ours used to be accepted as if Megatron's schedule had them, and the overlap flag
-    was ignored."""
+    """Flags after a file of arguments belong to its launch, as after a command. After such a file,
+    slices used to be accepted without a schedule of ours, although Megatron's schedule has none,
+    and --overlap-moe-expert-parallel-comm was ignored."""
     file = tmp_path / "a.json"
     file.write_text("{}")
     overlap = job_of(str(file), flags=("--overlap-moe-expert-parallel-comm",))
@@ -252,8 +252,8 @@ def test_flags_behind_a_file_of_arguments_are_those_of_its_launch(tmp_path: Path
 def test_an_option_that_overrules_a_setting_of_the_launch_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line says that --memory-limit overrules the command's --pipeline-memory-limit. That line
-    used to be missing."""
+    """A line on stderr says that --memory-limit overrules the launch's --pipeline-memory-limit.
+    That line used to be missing."""
     file = tmp_path / "a.json"
     file.write_text('{"pipeline_memory_limit": 5}')
     schedule = ("--pipeline-schedule", "zb-v")

@@ -184,8 +184,9 @@ def test_evaluation_is_the_forwards_alone_in_order(name: str, size: tuple[int, i
 
 @pytest.mark.parametrize("p", [2, 8])
 def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
-    """In an evaluation a rank waits for the send of an output before it has sent many more. No
-    gradient comes back that would show that a send has ended."""
+    """In an evaluation a rank waits for its oldest send once a few sends are under way. In a
+    training the gradient that comes back shows that a send has ended, and in an evaluation none
+    comes back."""
     schedule = program("gpipe", line_problem(p, 40, forward_only=True)).schedule
     for row in schedule.rows:
         under_way = 0
@@ -289,8 +290,8 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
 @pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
     """The step of the schedule zb-auto gets no longer with a larger memory limit, and is no longer
-    than the step of another family on a linear placement. Only a test shows this, because the
-    trials under a larger limit do not include all those under a smaller one."""
+    than the step of another family on a linear placement. Only a test can show the former, because
+    a search with a larger limit does not try all the orders that it tries with a smaller one."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]
     for _ in range(10):
@@ -314,9 +315,9 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
 def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     name: str, published: str, limit: str
 ) -> None:
-    """The schedule that stands in for a search keeps to the memory limit and is no slower than a
-    published one. It serves steps that cannot wait for a search: with dynamic batches each step has
-    another number of microbatches."""
+    """The schedule that stands in for a search keeps to the memory limit and is no slower than the
+    published schedule on the same placement. It serves steps that cannot wait for a search: with
+    dynamic batches each step has another number of microbatches."""
     resolved, p, m = choose(name), 3, 5
     placement = resolved.place(p)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)

@@ -3,16 +3,16 @@
 A family gives a program that `prove` accepts, and that is complete, in microbatch order and within
 its limit (these three are checked here once more, from the rows alone). Otherwise the family says
 clearly why not. A refusal of a too small limit names the least feasible one, within which the
-family succeeds. The grid of a night:
+family succeeds. At night the tests run these cases, with p ranks and m microbatches:
 
-- Most families have p 2 to 16, 24 and 32; m is 1 to 4p up to p = 8, then 1, p, p+1 and 2p-1, and
-  for p over 16 1, p and p+1. zb-auto, zb-1p and zb-2p, which search, have p 2, 3, 4, 6, 8, 12 and
-  16, and m 1, p, p+1, 2p-1 and 3p+1. v-auto, wave-auto and loop-auto, which search for longer, have
-  p 2, 3 and 4, and m 1, p and 2p+1.
-- Loops have 2 and 3 chunks a rank, waves are 1 and 2.
-- Costs are equal, 10:12:8 with 1 for a message, 18:18:9, or 10:20:10. A family that does not use
-  costs runs with equal ones only. A family that uses costs runs with all four at p <= 4; at larger
-  p, and if it searches, with one of the four, by turns.
+- Most families have p = 2 to 16, 24 and 32. For p up to 8 m is 1 to 4p, for p up to 16 it is 1, p,
+  p+1 and 2p-1, and for larger p it is 1, p and p+1. zb-auto, zb-1p and zb-2p, which search, have
+  p = 2, 3, 4, 6, 8, 12 and 16, and m = 1, p, p+1, 2p-1 and 3p+1. v-auto, wave-auto and loop-auto,
+  which search for longer, have p = 2, 3 and 4, and m = 1, p and 2p+1.
+- Loops have 2 and 3 chunks a rank, and there are 1 and 2 waves.
+- Costs F : I : W are equal, 10:12:8 with 1 for a message, 18:18:9, or 10:20:10. A family that does
+  not use costs runs with equal ones only. A family that uses costs runs with all four at p <= 4. At
+  larger p, and if the family searches, each case has the next of the four.
 - Memory limits, at m = p, are a tenth of a microbatch, half of the peak without a limit, and the
   whole peak. They are in microbatches for even p, and in bytes for odd p, with stages that store
   unequal amounts. At p <= 8 and m = p+1 the units are exchanged.

@@ -182,8 +182,9 @@ def test_weight_gradients_take_their_ranks_next_free_slot() -> None:
 
 
 def test_squeezing_takes_idle_time_out_as_far_as_memory_allows() -> None:
-    """Squeezing a building block removes idle time as far as memory allows. Before it is squeezed,
-    the block starts each microbatch when the one before has ended, 12 slots of 1/2 later."""
+    """Squeezing a building block removes idle time as far as memory allows. In the block that is
+    squeezed here, each microbatch starts when the one before has ended, 12 slots later; a slot is
+    half a time unit."""
     block = BuildingBlock(12, {F: (0, 1, 2, 3), B: (10, 8, 6, 4)})
     rows = {held: squeeze(block.unroll(4), v(2), chunks_held=held) for held in (2, 3, 4)}
     for held, row in rows.items():

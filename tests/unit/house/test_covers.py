@@ -72,8 +72,8 @@ def test_what_is_not_understood_is_an_error(mark: Any, told: str) -> None:
 
 
 def test_values_stand_for_others() -> None:
-    """In a `covers` mark some values stand for others: two ranks stand for any larger number, a
-    setting has two names, and a list stands for each of its words."""
+    """In a `covers` mark some values stand for others: two ranks for any larger number, one name of
+    a setting for its other name, and a list for each of its words."""
     two = features({"context_parallel_size": 2})
     assert two == features({"context_parallel_size": 32}) and len(two) == 1
     assert features({"sft": True}) == features({"enable_offline_packing": True})
@@ -132,8 +132,9 @@ def test_only_kernels_wait_for_a_gpu() -> None:
 
 
 def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `covers` mark fails if no witness watched the test's trainings. Such a test used to keep
-    its marks, whatever code had run."""
+    """A `covers` mark fails if its setting has a witness (a function that only this setting calls)
+    and no training of the test was watched for it. Such a test used to keep its marks, whatever
+    code had run."""
     # the setting "packed" has no witness
     reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")
     monkeypatch.setattr(witnesses, "_seen", None)

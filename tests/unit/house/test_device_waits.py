@@ -5,7 +5,7 @@ A device may wait for a message whose sender waits for this rank. If the host th
 device or for a whole stream, the job hangs (a benchmark of Inductor's did so in the first pass of
 each rank). Within a step the host therefore waits only for the event of an earlier pass. All that a
 program has posted before a pass can end without anything this rank does later (`prove`), so that
-wait ends; a wait after a row's last action is like one at a pass.
+wait ends, and so does a wait after the last action of a rank.
 """
 
 from __future__ import annotations

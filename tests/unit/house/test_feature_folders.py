@@ -188,9 +188,9 @@ def test_split_report_can_be_deleted(tmp_path: Path) -> None:
 @nightly("by day the split report is deleted in the same way")
 @pytest.mark.timeout(1800)  # it runs the trainings of a whole test file
 def test_post_validation_can_be_deleted(tmp_path: Path) -> None:
-    """Post-validation, a feature that changes schedules, can be deleted with its patches. The
-    option of the problem stays, with its default in all trainings; no other code reads the
-    setting."""
+    """Post-validation, a feature that changes schedules, can be deleted with its patches. Its
+    option of a problem stays, with the default value in all trainings; no other code reads the
+    feature's setting."""
     without("post_validation", tmp_path)
     passes(tmp_path, "mypy", "megatron_ext")
     walls = "tests/unit/house/test_walls.py"

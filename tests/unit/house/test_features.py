@@ -1,5 +1,5 @@
-"""Tests that features take part in a training by hooks only, and that its core files name no
-feature."""
+"""Tests that features take part in a training by hooks only, and that the files at the core of a
+training name no feature."""
 
 import ast
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""The ratchet on names that occur more than once, and on old words in the names of files.
+"""The ratchet on names that several files share, and on old words in the names of files.
 
-A public function of a module has a name of its own in megatron_ext and patches, and a file in
-megatron_ext, or names.toml lists the name with the number of files and a reason. Excepted are
-`patches`, which each file of patches/ defines, file names there, which mirror other packages, and
-the parts of features. test_plain_words.py counts the names of classes, aliases and all other names
-that files bind.
+No two public functions of modules in megatron_ext and patches have the same name, and no two files
+in megatron_ext, unless names.toml lists the name with the number of files and a reason. Excepted
+are the function `patches`, which each file of patches/ defines, the names of files in patches/,
+which mirror other packages, and the parts of features. test_plain_words.py counts the names of
+classes, aliases and all other names that files bind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tests of the night: its pieces, the lines that they add to the record, and checks of a record."""
+"""Tests of the nightly test run: its pieces, the lines that it adds to its record, and the checks
+of that record."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def test_pieces_take_about_the_same_time() -> None:
 
 
 def test_recorded_nights_are_green() -> None:
-    """All recorded files of the night have passed with today's number of cases. Files without a
-    line in the record are not checked."""
+    """Each test file in the record of nightly runs has passed there, with as many cases as it has
+    today. Files without a line in the record are not checked."""
     lines = record.read()
     cases = night_cases([name for name in night_files() if name in lines])
     assert problems(lines, dict.fromkeys(lines.keys() & COMMANDS, 1) | cases) == []

@@ -219,8 +219,9 @@ def test_installed_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> N
 
 
 def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -> None:
-    """An editable installation follows the link megatron_ext/patches. The new venv, made within a
-    venv, would see no packages, so a path file adds ours."""
+    """An editable installation follows the link megatron_ext/patches. The test installs into a venv
+    that is made within a venv and would see no packages, so a path file adds those of the outer
+    one."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)

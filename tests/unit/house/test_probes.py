@@ -383,10 +383,10 @@ def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
 
 
 def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
-    """A new kind of action touches ten files: its member, its rule with cost, colour and legend, a
-    named transform, a handler whose owner is named, and the commands that simulate and plan. It
-    used to touch 16 files of the package while proof, simulation, memory account and pictures had
-    tables of their own."""
+    """A new kind of action touches ten files: the enum of kinds, the table of their rules, the
+    transform that inserts the action and the build that calls it, the handler and the executor that
+    calls it, a page, two tests and a record. It used to touch 16 files of the package, when proof,
+    simulation, memory account and pictures had tables of their own."""
     edits = of_package(_KIND) + _LISTS_OF_KINDS
     files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
@@ -397,11 +397,10 @@ def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
 
 @pytest.mark.search
 def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None:
-    """A new setting that changes a schedule touches 14 files outside its feature's folder: its
-    field, the option with its conflict, the lists of three levels, pages and tests, and the keyword
-    of `install`, which a command writes. Six of these files are in the package. It used to touch 33
-    files of the package.
-    """
+    """A new setting that changes a schedule touches 14 files outside its feature's folder. Six are
+    in the package: the config with its field, the problem with its option, the lists of three
+    levels, and `install`, whose keyword a command writes. The others are pages, tests and records.
+    It used to touch 33 files of the package."""
     edits = of_package(_FLAG) + _LISTS_OF_FLAGS
     files = touched(edits, _RUN_FLAG, tmp_path)
     assert len([file for file in files if "features/late_weights" not in file]) == 14
@@ -409,8 +408,9 @@ def test_a_flag_that_changes_a_schedule_touches_14_files(tmp_path: Path) -> None
 
 
 def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
-    """A new GPU touches two files: its name, its plans, its errors and the page come from the data
-    file. It used to touch five files of the package."""
+    """A new GPU touches two files: the data file, and the page that is written from it. The names,
+    plans and errors of commands come from the data file. A new GPU used to touch five files of the
+    package."""
     files = touched(of_package(_GPU), _RUN_GPU, tmp_path)
     assert len(files) == 2
     assert "| `d1000` | 1,000 |" in (tmp_path / "docs" / "estimated-costs.md").read_text()
@@ -418,8 +418,9 @@ def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
 
 
 def test_a_refusal_touches_three_files(tmp_path: Path) -> None:
-    """A new refusal touches three files: checks, page and records come from the line that declares
-    it. It used to touch four files of the package, and a new feature with refusals six."""
+    """A new refusal touches three files: the one that declares it in a line, and a page and a
+    record that are written from that line. A new refusal used to touch four files of the package,
+    and a new feature with refusals six."""
     files = touched(of_package(_REFUSAL), _RUN_REFUSAL, tmp_path)
     assert len(files) == 3
     record = (tmp_path / "tests" / "records" / "refusals.txt").read_text()

@@ -1,7 +1,8 @@
 """Tests of reading checkpoints before a launch: on a login node, from other people, perhaps broken.
 
-Megatron's readers unpickle a checkpoint, which runs whatever it names. Our reader runs and imports
-nothing of it, ends in bounded time, and gives a reason for what it cannot read.
+Megatron's readers unpickle a checkpoint, which runs any function that the pickle names. Our reader
+runs and imports nothing that a checkpoint names, ends in bounded time, and gives a reason for what
+it cannot read.
 """
 
 from __future__ import annotations

@@ -295,7 +295,8 @@ def test_a_dense_layer_among_experts() -> None:
 
 def test_experts_weights_are_read_by_few_tokens() -> None:
     """With many experts on a rank and few tokens, the products wait until the experts' weights are
-    read from memory, which no count of operations shows. Spread over more ranks they do not."""
+    read from memory, which no count of operations shows. W takes more than 8 times as long as with
+    the experts spread over 64 ranks."""
     model = gpt(("E",), num_experts=512, moe_router_topk=2, moe_ffn_hidden_size=1024)
     few, many = (
         costs_of((1,), GPU, model=model, expert_parallel=ranks, sequence=256) for ranks in (1, 64)
@@ -409,8 +410,9 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     """Costs include the communication of tensor-parallel ranks. A layer has two pairs of matrices,
-    and each pair gathers and scatters once in F and in I. W waits for nothing. B hides reductions
-    behind the weight gradients of second matrices, as an I does that is followed by its W."""
+    and each pair gathers and scatters once in F and in I. W waits for nothing. The reductions of a
+    B, and of an I that is directly followed by its W, overlap with the weight gradients of second
+    matrices."""
     once = 4 * TOKENS * WIDTH * 2 * 3 / 4 / WHOLE.peers * 4
     waiting, alone = (costs_of(rates=r, tensor_parallel=4) for r in (WHOLE, ALONE))
     for kind, more in ((F, once), (I, once), (W, 0.0)):
@@ -431,8 +433,8 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
 
 
 def test_gathers_for_w_overlap_its_products() -> None:
-    """Gathers for W overlap with W's products and cost nothing, unless a gather takes longer.
-    Inputs that are gathered in W are stored until then only in this rank's part."""
+    """Gathers for W overlap with W's products and cost nothing, unless a gather takes longer. Of
+    tensors that are gathered for W, a rank stores only its own share until then."""
     kept, local, both = (
         functools.partial(costs_of, tensor_parallel=4, gathered_for_w=frozenset(ways))
         for ways in ((), ["inputs"], ["inputs", "gradients"])
@@ -518,7 +520,7 @@ def test_keys_and_values_go_round_while_attention_goes_on() -> None:
 @pytest.mark.parametrize(("ranks", "later"), [(1, 0), (2, 1), (4, 3)])
 def test_a_ring_of_context_parallel_ranks_merges_its_steps(ranks: int, later: int) -> None:
     """Ring attention takes time to merge the results of its steps: the first output is copied, and
-    each later one is added, to three quarters of the tokens on average. With one gather
+    each later output is added to it, for three quarters of the tokens on average. With one gather
     (`all_gather`) there is nothing to merge."""
     run = replace(RUN, context_parallel=ranks, sequence=ranks * TOKENS)
     merging = [o for o in part_of("*", gpt(1), run).operations if o.name == "merging"]
@@ -566,8 +568,8 @@ def test_which_part_of_a_pass_is_waiting() -> None:
 
 
 def test_messages_within_a_domain_are_peers() -> None:
-    """Messages between ranks of one NVLink domain have the speed of peers. Four pipeline ranks of
-    two GPUs are in one node; sixteen are not, but are in one rack."""
+    """Messages between ranks of one NVLink domain have the speed of NVLink. Four pipeline ranks of
+    two GPUs fit into one node; sixteen do not, but they fit into one rack."""
     rack = replace(WHOLE, domain=72)
     hops = {
         (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.p2p_seconds
@@ -726,9 +728,9 @@ def test_what_no_measurement_has_checked_is_said() -> None:
 
 def test_sparse_attention_has_no_estimate() -> None:
     """The estimated costs of a model with sparse attention say that there is no estimate, and texts
-    made from them predict no bubble. Their numbers are those of plain attention, for which a
-    schedule is still made, though published steps take a fifth to six times as long. They used to
-    be given without a word about this."""
+    made from them predict no bubble. The numbers are those of plain attention, because a schedule
+    is still made for them, but published steps take a fifth to six times as long as these numbers
+    say. They used to be printed without this remark."""
     model = gpt(8, 1000)
     plain = estimate(model, stages_of(model, [2] * 4), RUN, WHOLE)
     sparse = replace(model, sparse_attention="dsa")

@@ -1,6 +1,7 @@
-"""Tests of factors of a machine's operations, measured at one size and used at others.
+"""Tests of a machine's factors (measured over estimated seconds of its operations), which are
+measured at one size and used at others.
 
-The machine is emulated: its seconds are the estimate's times known factors.
+The machine is emulated: an operation takes its estimated seconds, multiplied by a known factor.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def test_a_tile_that_is_not_full_takes_as_long_as_one_that_is() -> None:
 
 
 def test_groups_have_tiles_of_their_own() -> None:
-    """Each group of a grouped product has tiles of its own. Ten experts with 64 of 640 rows take
-    one tile each, and with 65 rows two."""
+    """Each group of a grouped product has tiles of its own. Ten experts with 64 rows each take as
+    long as one product of 640 rows; with 65 rows each expert needs two tiles in place of one."""
     assert seconds(64, 640, 4096, groups=10) == pytest.approx(seconds(640, 640, 4096))
     assert seconds(65, 640, 4096, groups=10) > 1.4 * seconds(64, 640, 4096, groups=10)
 
@@ -109,8 +109,8 @@ def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
 
 
 def test_a_dropout_of_local_layers_draws_its_numbers() -> None:
-    """In local layers F of a dropout takes the time to draw a number for each element, which is
-    longer than moving its bytes. I only reads the mask."""
+    """In Megatron's local layers, F of a dropout takes the time to draw a random number for each
+    element, which is longer than moving the bytes. I only reads the mask."""
     run = Execution(1024)
     forward, backward, weights = A100.seconds_of(dropout("dropout", 1e8, run))
     assert forward == pytest.approx(1e8 / 1.0e11, rel=0.01)
@@ -119,8 +119,9 @@ def test_a_dropout_of_local_layers_draws_its_numbers() -> None:
 
 
 def test_frozen_layers_have_no_weight_gradient_in_an_unsplit_pass() -> None:
-    """Frozen layers with a whole backward pass have no weight gradient in I. Layers in CUDA graphs,
-    as in LoRA recipes, used to be estimated with one, so their steps came out a third too long."""
+    """I of an unsplit backward pass contains the weight gradients of its layers, but not if these
+    are frozen. LoRA recipes with layers in CUDA graphs used to be estimated with such gradients, so
+    their steps came out a third too long."""
     model = Model(("*-",), 1024, 8, 8, 128, ffn_hidden_size=4096, vocabulary=0)
     (stage,) = stages_of(model, [1])
     run = Execution(4096, captured=frozenset({"mlp", "attn"}), userbuffers=frozenset({"row"}))
@@ -138,7 +139,7 @@ def test_a_ring_has_a_step_for_each_other_rank() -> None:
 
 def test_tokens_go_to_the_nodes_of_their_groups_alone() -> None:
     """Tokens are sent only to nodes with their chosen groups of experts. DeepSeek-V3 chooses 8 of
-    256 experts in 4 of 8 groups, each on one of 8 nodes."""
+    256 experts, in 4 of 8 groups; each group is on one of 8 nodes."""
     passes = Passes(1e9, 1e9)
     anywhere = Exchange(Group.EXPERT, 64, 1, passes, choices=8)
     grouped = replace(anywhere, groups=(4, 8))
@@ -155,9 +156,9 @@ def test_a_short_message_takes_its_latency() -> None:
 
 
 def test_rings_of_many_nodes_are_slower_in_plain_pytorch() -> None:
-    """Rings over many nodes are estimated slower in plain PyTorch only. They used to be so in
-    Megatron too: reductions over 128 nodes were estimated at six seconds more than a real step
-    shows."""
+    """Rings over many nodes are estimated slower than rings over few nodes in plain PyTorch only.
+    The estimate used to do so for Megatron too: reductions over 128 nodes were estimated at six
+    seconds more than a real step shows."""
 
     def of_nodes(framework: Framework) -> tuple[float, float]:
         few, many = (seconds_of_a_byte(8 * n, 1, A100, framework) for n in (FULL_SPEED_NODES, 32))
@@ -173,9 +174,9 @@ def test_rings_of_many_nodes_are_slower_in_plain_pytorch() -> None:
 
 
 def test_plain_pytorch_sums_gradients_in_fp32() -> None:
-    """Plain PyTorch (the code "Scaling") all-reduces whole gradients in fp32, 8 bytes a parameter
-    around a ring, and gathers weights of 2 bytes. Megatron's distributed optimizer scatters and
-    gathers 2 bytes each."""
+    """Plain PyTorch (the framework Scaling) all-reduces whole gradients in fp32, which moves 8
+    bytes a parameter around a ring, and gathers weights of 2 bytes. Megatron's distributed
+    optimizer reduces 2 bytes a parameter and gathers 2 bytes."""
     model = ModelBytes(weights=2e9, gradients=2e9, optimizer=0.0, gathered=2e9)
     state = TrainingState(distributed=True, data_parallel=16, gradient_bytes=2)
     rates = replace(A100, memory=math.inf)
@@ -187,9 +188,9 @@ def test_plain_pytorch_sums_gradients_in_fp32() -> None:
 
 
 def test_plain_pytorch_gathers_logits_and_sums_a_gates_gradient_on_its_own() -> None:
-    """In plain PyTorch (the code "Scaling") each tensor-parallel rank computes the whole loss. It
-    also waits for two sums in the backward pass of an MLP with a gate, unless sequence parallelism
-    gathers its input once."""
+    """In plain PyTorch (the framework Scaling) each tensor-parallel rank computes the whole loss.
+    In the backward pass of an MLP with a gate a rank also waits for two sums, unless sequence
+    parallelism gathers the MLP's input once."""
     model = Model(
         ("*-",),
         4096,
@@ -220,8 +221,8 @@ def test_plain_pytorch_gathers_logits_and_sums_a_gates_gradient_on_its_own() -> 
 
 
 def test_gradients_are_reduced_round_a_ring() -> None:
-    """Gradients are reduced around a ring: within a node at the speed of peers, between nodes over
-    as many network ports as the ring has."""
+    """Gradients are reduced around a ring: within a node at the speed of NVLink, and between nodes
+    through a network port for each GPU that the ring has in a node."""
     rates = Rates.from_training_speed(operations=1e12, network=1e9, host=1e9, peers=10e9)
     assert seconds_of_a_byte(4, 1, rates) == pytest.approx(3 / 4 / 10e9)
     # With eight ranks a node, the network is nearly as fast as the peers.

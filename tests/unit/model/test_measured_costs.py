@@ -105,8 +105,9 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
 def test_what_the_passes_cost_is_recovered(
     spec: str, vocabulary: VocabularyParallel, rows: int
 ) -> None:
-    """The costs of F, I and W are recovered from measured passes, also if a pass contains several
-    of them: a B, an output layer's weight gradient in I, logits with their gradient."""
+    """The costs of F, I and W are recovered from measured passes, also if a measured pass contains
+    more than one of them: a B, an I with the output layer's weight gradient, or logits that are
+    computed with their gradient."""
     before = placed(spec, vocabulary, rows)
     guess = estimated(before.schedule.placement, rows)
     truth = real(guess)
@@ -312,8 +313,8 @@ def test_a_comparison_is_of_medians_over_steps_and_makespans_over_ranks() -> Non
 
 
 def test_the_whole_vocabulary_is_what_its_shards_take() -> None:
-    """The cost of a whole vocabulary is computed from the measured passes of a split one, also for
-    the embedding, for which there is no estimate."""
+    """The costs of the whole output layer and of the whole embedding are computed from measured
+    passes of their shards. For the embedding there is no estimate."""
     before = placed("zb-v", ONE)
     guess = estimated(before.schedule.placement)
     layers = guess.without_vocabulary()

@@ -107,7 +107,7 @@ def test_one_thing_is_wrong(drawing: str, part: MakespanPart, seconds: float, wo
 
 def test_two_things_are_wrong() -> None:
     """If a pass is slow and a message is late, the explanation names only the pass, because the
-    message's rank would have had to wait for that pass anyway."""
+    rank that receives the message would have had to wait for that pass anyway."""
     explanation = explain(
         step("""
             0 F0 F1 .  . .  . B0 = F2 . B1 = .  B2 =
@@ -199,7 +199,7 @@ def test_a_replay_with_the_costs_is_the_simulation(name: str) -> None:
 @pytest.mark.parametrize("how", [VocabularyParallel.ONE, VocabularyParallel.TWO])
 def test_a_replay_knows_what_collectives_bring(how: VocabularyParallel) -> None:
     """With a split vocabulary, a replayed pass starts after the collectives that it needs. In the
-    simulation it also waits until all ranks have joined them."""
+    simulation the pass also waits until all ranks have joined these collectives."""
     placement = choose("zb-v").place(3)
     costs = replace(
         uniform(placement, 9, 12, 6), vocabulary=VocabularyCosts((3, 3, 3), (1, 1), 0.0)

@@ -313,8 +313,9 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     candidate: float, measured: float, predicted: float, says: str | None
 ) -> None:
     """A gain that exceeds what removing the whole bubble would give is called noise. A race on a
-    busy machine used to choose a schedule that seemed 1.291 times as fast, more than its spread,
-    although removing the whole bubble would have made it only 1.16 times as fast."""
+    busy machine used to choose a schedule that seemed 1.291 times as fast. That gain was larger
+    than its spread, although removing the whole bubble would have made the step only 1.16 times as
+    fast."""
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
     figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}

@@ -60,8 +60,8 @@ def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Pa
 
 
 def test_other_weights_at_the_start(tmp_path: Path) -> None:
-    """`parity` says that two runs start from other weights, as a V and stock do from the same
-    seed."""
+    """`parity` says so if two runs start from different weights. A V placement and stock have
+    different initial weights for the same seed."""
     found = compared(tmp_path, A, A.but(changed=nudged(1.0), changed_from=0), A)
     assert found.first == First(0, "layers.weight[1]", (1,), 0, 3)
     assert any("start from other weights" in line for line in comparison_text.verdict_text(found))
@@ -74,8 +74,8 @@ def test_a_loss_that_differs_comes_before_the_tensors_of_its_iteration(tmp_path:
 
 
 def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
-    """A difference does not count if a second run of the same command differs about as much (the
-    floor, up to its double). Some kernels of GPUs give different results in each run."""
+    """A difference does not count if it is at most twice the floor, which is the difference between
+    two runs of the same command. Some kernels of GPUs give different results in each run."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
     assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
@@ -91,8 +91,8 @@ def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
 
 def test_what_another_order_of_sums_gives_is_within_a_second_floor(tmp_path: Path) -> None:
     """A difference does not count if stock with another order of sums differs as much (a second
-    floor). Run A repeats itself to the last bit, so every bit by which slices of a sequence differ
-    used to count as a difference."""
+    floor). If run A gives the same bits whenever it is repeated, the first floor is zero, and every
+    bit by which a run with slices of sequences differs used to count as a difference."""
 
     def recorded(name: str, by: float) -> RunRecording:
         return read_recording(write(tmp_path / name, A.but(changed=nudged(by), changed_from=1)))

@@ -79,8 +79,8 @@ def costs_of(
 
 def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
     """Attention in a sliding window does not count as work that grows with the square of the
-    sequence. It used to: of four slices of such layers, which should take equally long, the last
-    was by far the shortest, and took the least time."""
+    sequence. When it did, slices of such layers that should take equally long did not: the last of
+    four had by far the fewest tokens, and took the least time."""
     full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
     assert full > 0.2 and window < 0.001
 
@@ -153,8 +153,8 @@ def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
 
 
 def test_each_slice_is_launched() -> None:
-    """Each slice takes the host's time to launch it. Nothing else is added on a machine whose speed
-    does not depend on shapes."""
+    """Each slice adds the time in which the host launches its kernels. Nothing else is added on a
+    machine whose speed does not depend on shapes."""
     rates = replace(H100, sms=0, kernel=0.0, memory=float("inf"))
     costs = costs_of(("*-", "*-"), rates=rates, slices=2)
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
@@ -244,9 +244,9 @@ def test_frozen_weights_have_no_gradient_to_add_to() -> None:
 
 def test_the_vocabulary_has_a_price_of_its_own_for_each_slice() -> None:
     """If only adapters of layers are trained, W of a slice does not add to a gradient of the output
-    layer. Its price used to contain this addition, because the last stage had one price for layers
-    and output layer. A program that computes the output layer's gradient in I was also priced as if
-    W added to that gradient."""
+    layer. The price of that W used to contain this addition, because the last stage had one price
+    for its layers and the output layer. If a program computes the output layer's gradient in I, the
+    price of I contains the addition; it used to stay in the price of W."""
     model = Model(("E", "E"), WIDTH, 16, 16, 128, 4 * WIDTH, 65536, **EXPERTS)
     costs = estimate(model, stages_of(model, [1, 1]), Execution(TOKENS), H100, 4)
     layers, vocabulary = costs.layers_alone, costs.vocabulary
@@ -354,8 +354,8 @@ def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
 
 def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
     """The time of slices under context parallelism is that of the last rank, which attends to the
-    most tokens: to all before the slice, and within the slice to its own quarter and those
-    before."""
+    most tokens: to all before the slice, and within the slice, as the last of four ranks, to its
+    own quarter and the quarters before."""
     costs = parse_costs("f=1,i=2,w=0,attention=1", line(2))
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
     took = [costs.with_slices_shared_by(4).of(Action(0, F, part)) for part in parts]
@@ -464,9 +464,9 @@ def test_the_price_decides_how_short_slices_are(training: Training) -> None:
 
 
 def test_w_of_slices_are_joined_if_that_is_shorter(training: Training) -> None:
-    """W of experts takes as long for a slice as for a sequence. A plan used to count joined W only
-    if the user had set them, and never proposed them, so slices that gain only with joined W were
-    not recommended."""
+    """W of experts takes as long for a slice as for a sequence. A plan used to count joined W (one
+    product for all slices of a microbatch) only if the user had set them, and never proposed them,
+    so slices that gain only with joined W were not recommended."""
     assert training.trained is not None
     gpt = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000")
     experts = replace(gpt.model, layers=("*E",) * 8, **EXPERTS)

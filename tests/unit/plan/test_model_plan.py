@@ -383,9 +383,9 @@ def long_plan(*specs: str) -> Plan:
 
 @pytest.mark.parametrize(("place", "factor"), [(-1, 0.9), (0, 1.019)])
 def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
-    """A plan builds whole steps before its verdict, and corrects the ranking by them. For a family
-    that places W by costs, the repeating part of a step may give too few or too many seconds; by
-    this the family neither wins nor loses the first place."""
+    """A plan builds whole steps before its verdict, and corrects the ranking by them. The repeating
+    part of a step gives too long or too short a time for a family that places W by costs. Such an
+    error does not decide which schedule comes first."""
     true = long_plan("1f1b", "zb-h1", "zb-v")
     best, wrong = true.candidates[0], true.candidates[place]
     told = replace(wrong, report=replace(wrong.report, step=factor * best.step))
@@ -536,9 +536,9 @@ PUBLISHED = {
 def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan for a published setting finds the best of all families. Every family is simulated,
-    except those that do not fit or that a bound rules out; on the smallest setting also without the
-    plan. By day searches are short."""
+    """A plan for a published setting finds the best of all families. It simulates every family,
+    except those that do not fit or that a bound rules out. On the smallest setting the test also
+    builds every family without the plan. By day searches are short."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]

@@ -47,9 +47,9 @@ def plan(limit: float | None = None, specs: Callable[[], Iterable[str]] = all_sp
 @pytest.mark.parametrize("vocabulary", VocabularyParallel)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyParallel) -> None:
-    """No lower bound exceeds the real step. A bound used to be 9 % longer than the step of 1f1b in
-    any order of passes. Here I and W take less time right after one another, as with tensor
-    parallelism, and the vocabulary is split."""
+    """No lower bound exceeds the real step. A bound of 1f1b used to be 9 % longer than its step,
+    whatever the order of its passes. Here I and W take less time right after one another, as with
+    tensor parallelism, and the vocabulary is whole or split."""
     resolved = choose(name)
     placement = resolved.place(4)
     fused_backward_saving = (4 / placement.chunks,) * placement.stages
@@ -102,8 +102,9 @@ def test_layers_are_redistributed_as_megatron_does() -> None:
 
 
 def test_slices_cost_the_same_on_redistributed_layers_as_on_a_given_layout() -> None:
-    """Slices on redistributed layers have the prices of their layers. Each stage used to keep the
-    fixed seconds, and the bytes of keys and values, of equal stages."""
+    """On redistributed layers, slices cost what they cost in a layout with the same layers. Each
+    stage used to keep the fixed seconds, and the bytes of keys and values, that it had with equally
+    many layers on all stages."""
     fixed = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (0.7,) * 4)
     costs = uniform(line(4), 7, 14, 21).with_vocabulary(VocabularyCosts((5, 6, 7), (1, 2)))
     costs = costs.with_slices(attention=(0.25,) * 4, fixed=fixed, keys_values=(3.5,) * 4)

@@ -179,9 +179,9 @@ def test_schedules_that_are_compared_for_another_kind_are_of_that_kind() -> None
 
 
 def test_what_is_compared_once_more_is_not_unfinished_alternatives() -> None:
-    """Alternatives that are compared later do not count as unfinished. The first answer has 15 % of
-    the time for recompute; schedules that it did not compare used to be named as unfinished,
-    although they were compared later."""
+    """Alternatives that are compared later do not count as unfinished. Recompute gets 15 % of the
+    planning time before the first answer. Schedules that were not compared in that time used to be
+    named as unfinished, although they were compared later."""
     with planning(limit=20) as plan:
         start_planning_time()
         with provisional(), within(0.005):

@@ -469,8 +469,8 @@ def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.Mon
 def test_joined_weights_of_slices_are_taken_where_they_are_shorter(
     only_pipelines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices are also compared with their W joined, and the shorter step is taken. W of a slice
-    has a fixed part here, as that of experts, which joined W take once."""
+    """Slices are also compared with their W joined, and the shorter step is taken. Here W of a
+    slice has a fixed part, as W of experts has; joined W of all slices take that part once."""
     job = replace(piped_job(11e9, 16384), global_batch=8)
 
     def works_of(sizes: Sizes) -> SizedWorks:

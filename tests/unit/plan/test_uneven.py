@@ -129,8 +129,8 @@ def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
 
 
 def test_layers_of_given_costs_have_their_slices() -> None:
-    """Layers of given costs have attention, fixed seconds, and keys and values of slices in
-    every layout. They used to have them in the given layout only."""
+    """Costs that a user gives have attention, fixed seconds, and keys and values of slices in every
+    layout of the layers. They used to have them in the given layout only."""
     costs = parse_costs("f=9,i=6,w=3,attention=0.5/0.2,fixed_f=3/6,fixed_w=1", line(2))
     costs = costs.with_slices(keys_values=(8.0, 16.0))
     work = given_work(costs, 8, ranks=2, microbatches=6)

@@ -211,8 +211,8 @@ def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> Non
 
 
 def test_an_evaluation_whose_passes_cost_nothing() -> None:
-    """An evaluation whose passes take no time has an order of messages. The time step in which the
-    order is found is a share of the longest pass, which is 0 here."""
+    """The messages of an evaluation are put in order even if its passes take no time. The time step
+    in which the order is found is a share of the longest pass, which is 0 here."""
     problem = line_problem(3, 4, 0, 1, 1, forward_only=True)
     assert set(problem.costs.seconds[Kind.FORWARD]) == {0}
     program("gpipe", batched(problem))

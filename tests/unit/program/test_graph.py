@@ -1,5 +1,5 @@
-"""Tests of the graph of actions that wait for one another, with a second computation of what the
-program derives from it."""
+"""Tests of the graph of actions that wait for one another, compared with a second computation of
+what a program derives from the graph."""
 
 from __future__ import annotations
 

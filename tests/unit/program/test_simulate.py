@@ -69,8 +69,8 @@ def simulated_rows(text: str, problem: Problem) -> Timeline:
 def test_bubbles_of_the_zero_bubble_paper(
     p: int, m: int, f: float, i: float, w: float, comm: float, one_f_one_b: float, zb_h1: float
 ) -> None:
-    """The simulator computes from the measured passes of the zero-bubble paper (Qi et al. 2024,
-    tables 5 and 6) the bubbles of the span that the paper predicts."""
+    """From the measured passes of the zero-bubble paper (Qi et al. 2024, tables 5 and 6), the
+    simulator computes the paper's predicted bubbles, as shares of the span."""
     problem = line_problem(p, m, f, i, w, comm)
     assert round(simulated("1f1b", problem).bubble_share_span, 4) == one_f_one_b
     assert round(simulated("zb-h1", problem).bubble_share_span, 4) == zb_h1

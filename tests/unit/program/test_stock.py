@@ -175,7 +175,7 @@ def test_groups_of_fewer_microbatches_than_ranks_are_timed_under_our_executor(
 
     ``simulate interleaved:vpp=2,group=3 --pp 2 -m 4``, whose last group has one microbatch, used to
     end in a KeyError. With five microbatches the last group has two, as many as there are ranks, so
-    they are timed as Megatron runs them. They used to be timed under this project's executor.
+    that step is timed as Megatron runs it. It used to be timed under this project's executor.
     """
     of = problem(spec, ranks, microbatches, "f=10,i=12,w=8,comm=1")
     made = program(spec, of, executor)

@@ -88,8 +88,9 @@ def test_drawn_tokens_have_the_deviation_that_is_written() -> None:
 
 
 def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
-    """A file of costs has the microbatches of one step after another. A line has the lengths of the
-    documents in a microbatch, or its cost."""
+    """A file of costs has a line for each microbatch: first those of step 1, then those of step 2,
+    and so on. A line has the lengths of the documents in the microbatch, or the microbatch's
+    cost."""
     file = tmp_path / "costs.txt"
     file.write_text("2\n4\n6\n8\n\n100\n")
     made = parse_microbatch_costs(str(file), 2)
@@ -101,8 +102,8 @@ def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
 
 
 def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
-    """The loads of documents are relative to those of whole sequences: here two samples of 4 tokens
-    each. Padding belongs to the last document."""
+    """The loads of a microbatch of documents are relative to those of a microbatch of whole
+    sequences, here two of 4 tokens each. Padding belongs to the last document."""
     file = tmp_path / "lengths.txt"
     file.write_text("4 4\n4 2 1\n")
     made = read_loads(file, BatchSize(1, 2, 2, 4))
@@ -115,8 +116,8 @@ def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
 
 
 def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) -> None:
-    """Answers that share a prompt count the prompt once: a prompt of 4 tokens with answers of 2 and
-    3, and the same as two sequences."""
+    """Answers that share a prompt count the prompt once. Here a prompt of 4 tokens has answers of 2
+    and 3 tokens; the second line has two sequences of 6 and 7 tokens, which count it twice."""
     file = tmp_path / "groups"
     file.write_text("4+2+3\n6, 7\n")
     made = read_loads(file, BatchSize(2, 1, 1, 16))
@@ -133,8 +134,8 @@ def test_answers_that_share_a_prompt_are_counted_with_it_once(tmp_path: Path) ->
 
 
 def test_attention_alone_grows_with_squares(tmp_path: Path) -> None:
-    """Only attention grows with the squares of lengths. Its share of F does, and the same share of
-    I and W together, all of it in I."""
+    """Only the time of attention grows with the squares of lengths. Attention has the same share of
+    F as of I and W together, and the latter is all in I."""
     file = tmp_path / "lengths.txt"
     file.write_text("4\n2 2\n")
     loads = read_loads(file, BatchSize(1, 2, 1, 4))
@@ -184,11 +185,11 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
 
 
 def test_files_are_of_the_better_program_at_the_places(tmp_path: Path) -> None:
-    """The files that ``simulate`` writes are of the better program, with the microbatches where it
-    puts them.
+    """The files that ``simulate`` writes contain the better of two programs, and each microbatch at
+    the position that this program gives it.
 
-    The boxes of the trace are as wide as the mean costs of their places, and the table has the
-    program that is kept.
+    In the trace a box is as wide as the mean cost at its position. The CSV table has the program
+    that is kept.
     """
     line = ["simulate", "v-half", "--pp", "2", "-m", "4", "--costs", COSTS]
     files = ["--perfetto", str(tmp_path / "trace.json"), "--csv", str(tmp_path / "rows.csv")]

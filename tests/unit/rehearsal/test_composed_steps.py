@@ -109,8 +109,8 @@ def test_messages_are_in_no_measured_figure() -> None:
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-v", "interleaved-zb"])
 def test_messages_have_the_times_of_the_composed_step(spec: str) -> None:
-    """Messages have the times of the composed step, and each end of a channel has them in the order
-    of its rank."""
+    """Messages have the times of the composed step. For each channel, a rank lists these times in
+    the order of its own actions."""
     program = program_of(spec, comm=0.0)
     costs = by_microbatch(program)
     step = compose(program, classes(program), records_of(program, costs.of))
@@ -166,8 +166,9 @@ def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
 
 
 def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
-    """Ranks that recompute are a class of their own: rank 1 has the pass R and rank 2 does not,
-    although their stages are equal."""
+    """Ranks with recompute are not in the same class as ranks without it (one rank of a class is
+    rehearsed for all). Rank 1 has the pass R and rank 2 does not, although their stages are
+    equal."""
     resolved = choose("zb-h1")
     placement = resolved.place(4)
     options = ScheduleOptions(recompute=Recompute(first=2))

@@ -139,7 +139,8 @@ def test_the_kernel_is_started_with_blocks_and_a_time(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_a_block_owns_its_multiprocessor_or_leaves_it(architecture: str, tmp_path: Path) -> None:
     """A block takes nearly all of the 65,536 registers of a multiprocessor, so no other block fits
-    next to it. Without blocks, the kernel's one warp takes less than a hundredth of them."""
+    next to it. The kernel for a message that occupies no blocks has a single warp, which takes less
+    than a hundredth of the registers."""
     (tmp_path / "hold.ptx").write_text(holding_kernel.kernels())
     ended = subprocess.run(
         ["ptxas", "-v", f"-arch={architecture}", "hold.ptx", "-o", "hold.cubin"],

@@ -254,9 +254,9 @@ def test_a_host_buffer_that_ends_while_it_is_copied(cuda: Emulated, waits: bool)
 
 
 def test_nodes_run_on_the_stream_of_their_forward_operation(cuda: Emulated) -> None:
-    """Autograd nodes run on the stream of their forward operation. The gradient of the product is
-    computed on the side stream after that of the sum, and at the end the caller's stream waits for
-    the leaf."""
+    """Autograd nodes run on the stream of their forward operation. Here the product is computed on
+    the side stream and the sum on the main one, so in the backward pass the side stream waits for
+    the main one, and at the end the main one waits for the leaf's gradient."""
     side = cuda.Stream()
     x = torch.ones(2, requires_grad=True)
     side.wait_stream(cuda.main)

@@ -176,8 +176,8 @@ def test_a_vocabulary_reads_back_what_it_prints(seed: int) -> None:
     ],
 )
 def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, float]) -> None:
-    """The first stage of each rank computes the rank's share of the vocabulary. The second variant
-    computes both products in S."""
+    """The first stage of each rank computes the rank's share of the vocabulary. In variant 2 of the
+    split vocabulary, the pass S contains both the logits and their input gradient."""
     whole = parse_costs("f=10,i=12,w=8,comm=1,output_layer=5/6/4,embedding=1/2", LOOP)
     costs = share_vocabulary(whole, LOOP, how)
     passes |= {"0F0": 5, "3I0": 6, "3W0": 4, "1L0": 0, "1BCAST_S0": 1, "0GATHER_S0": 1, "2S0": 0}

@@ -58,8 +58,8 @@ def test_a_fallen_median_is_reported() -> None:
 
 
 def test_a_gain_that_is_missing_is_the_one_before_it(recipes: list[Recipe], tmp_path: Path) -> None:
-    """In the file of gains a cell is empty if its step is no better than the one to its left; it is
-    read as that step."""
+    """In the file of gains, an empty cell means that its step is no better than the step in the
+    cell to its left. The script reads the cell as that step."""
     header, *rows = GAINS.read_text().splitlines(keepends=True)
     (recipe,) = (one for one in recipes if one.short_name.startswith("nemotron_3_ultra_sft_192gpu"))
     row = next(row for row in rows if row.startswith(recipe.short_name))

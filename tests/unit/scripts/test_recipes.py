@@ -268,8 +268,8 @@ def test_some_switches_need_others(settings: dict[str, Any], is_on: bool) -> Non
 def test_matrices_are_stored_as_the_mixed_precision_says(
     name: str, fp8: bool | None, fp4: bool | None
 ) -> None:
-    """Megatron-Bridge's mixed precisions in FP8 and NVFP4 store layers' matrices quantised alone,
-    unless a recipe says otherwise. All recipes used to be planned with 16-bit matrices in
+    """Megatron-Bridge's mixed precisions in FP8 and NVFP4 store layers' matrices only in quantised
+    form, unless a recipe says otherwise. All recipes used to be planned with 16-bit matrices in
     addition."""
     raw = ALL.get(name, ALL[LLAMA])
     settings = resolve(name, raw, MODELS).settings

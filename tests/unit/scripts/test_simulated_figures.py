@@ -1,7 +1,8 @@
 """Tests that numbers of searches in README.md and docs/ are those that the code computes now.
 
 docs/uneven-stages.md used to say that zb-auto, with an order made for a slow link, takes 1.09 times
-its step, where it takes 1.08. The number had been typed, and the search had improved since.
+as long as on equal links, where it takes 1.08 times as long. The number had been typed, and the
+search had improved since.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def share(order: tuple[int, int]) -> float:
 
 def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
     """Most pairs of measured configurations are predicted in the right order. The estimated rates
-    used not to depend on shapes. Then 71 % of the pairs that differ by more than 2 % were in the
-    right order, 78 % of those that differ by more than 10 %, and only 6 of the 16 pairs that differ
-    only in the micro-batch size."""
+    used not to depend on shapes. With those rates, 71 % of the pairs that differ by more than 2 %
+    were in the right order, 78 % of those that differ by more than 10 %, and only 6 of the 16 pairs
+    that differ only in the micro-batch size."""
     found = orders(predicted)
     over_2, over_10 = found["pairs over 2 %"], found["pairs over 10 %"]
     assert len(ROWS) == 137 and (over_2[1], over_10[1]) == (243, 147)
@@ -46,8 +46,8 @@ def test_pairs_are_in_the_right_order(predicted: Predicted) -> None:
 
 def test_what_ran_fits(predicted: Predicted) -> None:
     """Nearly all configurations that ran are predicted to fit, by the memory that ``plan`` counts.
-    For four of the 49 ``plan`` used to say that they do not fit, as it counted another share as
-    usable."""
+    ``plan`` used to say that four of these 49 configurations do not fit, because it counted another
+    share of the GPU's memory as usable."""
     found = orders(predicted)
     fits = found["ran, and predicted to fit"]
     assert fits[1] == 49 and share(fits) >= 0.95
@@ -57,8 +57,8 @@ def test_what_ran_fits(predicted: Predicted) -> None:
 
 
 def test_bytes_of_a_configuration(predicted: Predicted) -> None:
-    """The memory of a configuration counts each part once, here for 13B on one rank. Without the
-    loss it would be predicted to fit."""
+    """The memory of a configuration counts each part once, here for the 13B model on one rank.
+    Without the memory of the loss, this configuration would be predicted to fit."""
     (row, _) = (
         row
         for row in ROWS

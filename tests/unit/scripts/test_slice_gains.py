@@ -35,8 +35,9 @@ GAIN = SliceGain("one", "m < p", 16, 4, 2048, 1.5, 2.4, ("zb-h1", 2, True), "", 
 
 
 def test_recipes_that_wait_long_are_the_trials() -> None:
-    """The recipes whose ranks wait long are the 29 that an experiment found: 6 of LoRA, 8 others
-    with fewer microbatches than ranks, of which Megatron refuses three, and 15 with enough."""
+    """The 29 recipes whose ranks wait long are the ones that an experiment found: 6 with LoRA, 8
+    others with fewer microbatches than ranks (Megatron refuses three of these), and 15 others with
+    at least as many microbatches as ranks."""
     models = read_models()
     recipes = []
     for name, raw in read_recipes(RECIPES).items():

@@ -89,7 +89,8 @@ def test_time_in_memory_bounds_a_v(limit: float, bound: int) -> None:
     A microbatch occupies memory on rank 0 of eight for 227 time units. Its outer chunk is there for
     117 units: F, the way to the last stage and back, and I. Its inner chunk is there for 106 units,
     until W has ended. One of the two is there for 4 more, as the outer I and the inner W cannot
-    both follow the inner I. 32 microbatches in memory for 6 chunks take 1211 units.
+    both follow the inner I. With memory for 6 chunks, 32 microbatches take at least 32 x 227 / 6 =
+    1211 units, which are most of the bound of 1275 units.
     """
     placement = v(8)
     problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))

@@ -20,8 +20,8 @@ NO_RESULTS = {"base", "features"}
 
 
 def test_the_digest_has_all_code_that_a_search_imports() -> None:
-    """The cache's digest covers all code that a search imports. A folder moved out of these
-    packages would leave outdated schedules in caches."""
+    """The cache's digest covers all packages that a search imports. If a search imported code from
+    another package, a change of that code would leave outdated schedules in caches."""
     imported = set()
     for name in disk_cache.PACKAGES:
         for path in (ROOT / name).rglob("*.py"):

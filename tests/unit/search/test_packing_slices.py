@@ -183,8 +183,8 @@ def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
 
 def test_slices_with_little_room_on_a_line() -> None:
     """A search finds short steps of slices with little memory on a linear placement. The schedule
-    zb-auto alone used to have a makespan of 474.6 time units, as its attempts stop and start if
-    there is memory for few slices."""
+    zb-auto used to have a makespan of 474.6 time units: in the orders that it tries, ranks stop and
+    start again if there is memory for only few slices."""
     problem = asked("zb-auto", 4, 8, 2, limit=1.75)
     assert figures("zb-auto", problem)[0] < 450
 
@@ -243,8 +243,8 @@ def test_a_schedule_of_slices_is_made_longer_and_shorter(spec: str, p: int, k: i
 
 
 def test_recompute_of_slices_searches_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With recompute, slices are not searched for. Recompute tries several limits, and a search for
-    each of them would take minutes."""
+    """With recompute, no search is started for a schedule of slices. Recompute tries several
+    limits, and a search for each of them would take minutes."""
     monkeypatch.delattr(best_room, "searched")
     problem = asked("v-auto", 2, 3, 2, limit=1.2).with_options(recompute=Recompute(fit=True))
     program = build_program(choose("v-auto"), problem)

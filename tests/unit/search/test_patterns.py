@@ -259,8 +259,9 @@ def test_below_half_of_the_ranks_and_one_a_v_idles(
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
 def test_a_longer_period_does_not_help(p: int, limit: float, period: int) -> None:
-    """A longer period, with idle time, does not help either. Below p/2 + 1 microbatches of memory
-    no pattern has period 34 on 8 ranks, or 32 on 16 ranks, so none has a shorter period."""
+    """A longer period, in which ranks are idle, makes no pattern possible either. Below p/2 + 1
+    microbatches of memory no pattern has a period of 34 ticks on 8 ranks, or of 32 on 16 ranks. So
+    none has a shorter period, because a pattern can be stretched in time."""
     ranks = usual(p, limit)
     assert not exists(ranks, alike(ranks, 1), period)
 
@@ -308,7 +309,7 @@ def test_packed_patterns_take_what_long_searches_take(
 def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> None:
     """Repeated patterns are valid schedules, also with costs that differ by stage: `prove` accepts
     them, and they are no longer than promised and within the limit. If there is no pattern, as with
-    few ranks or uneven stages, the plans need up to four chunks more."""
+    few ranks or uneven stages, the plans need memory for up to four chunks more than the limit."""
     placement = v(p)
     limit = p / 2 + 1 + more / 2
     costs = random_costs(Random(seed), placement)

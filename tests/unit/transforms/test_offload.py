@@ -388,7 +388,7 @@ def test_a_family_that_knows_no_limit_is_built_without_one() -> None:
 @pytest.mark.parametrize("k", [0.2, 1.0])
 def test_those_that_share_a_link_take_turns(more: str, k: float) -> None:
     """Ranks that share a link to the host take turns. A rank's copies used to start before its
-    turn, and a step took 1.24 times as long."""
+    turn, which made a step 1.24 times as long."""
     program = built("gis:vpp=2", problem_of("gis:vpp=2", 6, k, FULL, more=more))
     host = program.problem.costs.host
     assert host is not None

@@ -214,8 +214,8 @@ def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, 
     """Overlapped passes begin when both passes have their inputs, and their outputs are sent when
     both passes have ended.
 
-    On a loop of two ranks, both neighbours of a rank are the same rank; messages used to cross
-    there.
+    On a loop of two ranks, both neighbours of a rank are the same rank; messages used to overtake
+    one another there.
     """
     program = built(spec, p, 2 * p + 2, p2p=p2p)
     schedule, costs = program.schedule, program.problem.costs

@@ -408,9 +408,10 @@ def test_v_auto_looks_for_the_least_span(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
-    """Packing for the span keeps the ranks' order of beginning. The rank that begins last has no
-    tail, and the one with the first stage has the longest, in both directions of time. The packed
-    length is the span plus the time by which the last rank begins later."""
+    """Packing for the span keeps the order in which ranks begin. To the end of each rank it adds a
+    tail: none for the rank that begins last, and the longest for the rank with the first stage.
+    Packing backwards in time has the tails as earliest starts. The packed length is the span plus
+    the time by which the last rank begins later."""
     wanted = problem("zb-v", 4, 8, USUAL)
     shop = job_shop_of(wanted)
     assert [shop.tick * tail for tail in shop.tails] == pytest.approx([0, 6, 12, 18])

@@ -185,8 +185,8 @@ def test_balanced_lengths(attention: float, first: float, last: float) -> None:
 
 
 def test_an_eager_warm_up_hides_hops() -> None:
-    """An eager warm-up hides messages. Here p = 8, m = 32, k = 8, and a message takes a fifth of
-    the F of a slice."""
+    """An eager warm-up hides messages. Here 8 ranks have 32 microbatches of 8 slices, and a message
+    takes a fifth of the F of a slice."""
     costs = "f=1,i=1,w=1,comm=0.2"
     lean, eager = (figures(built(f"1f1b:eager={e}", 8, 32, 8, costs)) for e in ("no", "yes"))
     assert lean == pytest.approx((109.8, 1.875), abs=0.05)
@@ -215,8 +215,8 @@ def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_rank
     """The published interleaved warm-up (Seq1F1B-I) hangs if there are more slices than ranks. A
     rank would run the backward pass of a microbatch whose forward pass has not ended.
 
-    Here p = 4, k = 8, v = 2, with groups of p slices and (v-1)p + 2(p-1-r) + k-1 forward passes
-    first.
+    Here p = 4 ranks have v = 2 chunks each, and a microbatch has k = 8 slices. Groups have p
+    slices, and rank r runs (v-1)p + 2(p-1-r) + k-1 forward passes first.
     """
     p, m, k, chunks = 4, 8, 8, 2
     problem = problem_for("interleaved", p, m, k)
@@ -599,8 +599,8 @@ def test_offload_of_slices_leaves_keys_and_values() -> None:
 
 
 def test_the_first_half_of_the_slices_leaves() -> None:
-    """With half of the activations offloaded, it is the first half of the slices, whose activations
-    live longest (SPPO)."""
+    """If half of the activations are offloaded, they are those of the first half of a microbatch's
+    slices, which live longest (SPPO)."""
     for row in offloaded("1f1b", Offload.HALF).schedule.rows:
         gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
         assert gone <= {0, 1}

@@ -79,8 +79,8 @@ def test_published_figures(
 
 
 def test_bitpipes_bubble_where_passes_take_as_long() -> None:
-    """BitPipe's published bubble holds if passes take equal time: (p-2) / (4m + p-2) of the step
-    with m = p, which is 19 times a stage's time with p = 8."""
+    """BitPipe's published bubble holds if passes take equal time: a share (p-2) / (4m + p-2) of the
+    step. Here p = m = 8, and the step, folded onto 4 ranks, takes 19 time units."""
     placement = choose("bitpipe").place(4)
     problem = Problem(placement, 4, uniform(placement, 2, 1, 1))
     timeline = simulate(build_program(choose("bitpipe"), problem), problem.costs)
