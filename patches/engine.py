@@ -489,7 +489,7 @@ def _swap(patch: Patch, target: Target, handle: Handle, aliases: Aliases) -> Non
         importers=aliases.of(target.original) if rebinds else frozenset(),
         holders=aliases.of(substitute) if in_use else frozenset(),
     )
-    # If setting fails, nothing has been changed that would have to be undone.
+    # If this assignment fails, nothing has been changed yet that would have to be undone.
     setattr(target.owner, target.name, stored)
     handle._swaps.append(swap)
     for alias in swap.importers:

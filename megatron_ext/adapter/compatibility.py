@@ -90,7 +90,8 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
     is_quantised = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
-    is_sliced = schedule.arrays.slices > 1  # `SlicedStage` handles unquantised weights itself
+    # `SlicedStage` keeps Transformer Engine from overwriting gradients of unquantised weights.
+    is_sliced = schedule.arrays.slices > 1
     if settings.gradient_accumulation_fusion and (is_quantised or not is_sliced):
         _refuse_first_weight_gradient(schedule)
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"

@@ -165,7 +165,7 @@ class Programs:
         # Number of microbatches for which the schedule was searched; None before the first training
         # step.
         self._searched_for: int | None = None
-        # Schedules that searches found, by the key `_but_for_length`.
+        # Schedules that searches found, by a key without the number of microbatches.
         self._found: dict[tuple[str, str], Schedule] = {}
         self._has_told_of_others = False
         self._run = ""  # prefix of this run's keys in torch's store, which no other run uses

@@ -41,9 +41,9 @@ class JoinedWeightsBuild(BuildHooks):
                 "such as zb-h1, or drop --pipeline-join-slice-weights"
             )
         options = problem.options
-        # These options do not go with joined W. Offload reloads the inputs of weights for each W,
-        # but a joined W needs those of all slices until its end. Recompute fit assumes that each
-        # slice has its own W.
+        # These options do not go with joined W. Offload reloads the stored tensors that W needs for
+        # each W alone, but a joined W needs those of all slices until its end. Recompute fit
+        # assumes that each slice has its own W.
         for is_given, what in (
             (options.activation_offload is not Offload.NONE, "offload of activations"),
             (options.recompute.fit, "recompute fit"),

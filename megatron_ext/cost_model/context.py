@@ -11,8 +11,8 @@ from megatron_ext.cost_model.execution import Execution
 # Bytes of CUDA's context of a process with PyTorch and Transformer Engine on an H200
 # (docs/estimated-costs.md). CUDA loads kernels into it when they are first used.
 CONTEXT = 0.66e9
-# cuBLAS' workspaces: 32 MiB each of PyTorch and of Transformer Engine on Hopper, less before
-# (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and
+# cuBLAS' workspaces: on Hopper 32 MiB of PyTorch and 32 MiB of Transformer Engine, on earlier GPUs
+# less (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and
 # get_cublas_workspace_size_bytes in transformer_engine/pytorch/module/base.py).
 WORKSPACES = 64 * 2**20
 # Bytes of NCCL's buffers for a channel from one rank to another: 10 MiB at the receiver (LL, LL128

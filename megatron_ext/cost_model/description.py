@@ -39,8 +39,8 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
     get = _reader(settings)
     hidden_size, heads = settings.hidden_size, settings.num_attention_heads
     ffn = get("ffn_hidden_size") or 4 * hidden_size
-    # Without the flag for query groups, Megatron's arguments have 1 group and mean none. A
-    # TransformerConfig lacks the flag.
+    # Megatron's arguments say 1 group even if the flag for query groups is missing and attention
+    # has no groups. A TransformerConfig lacks the flag.
     grouped = get("group_query_attention", True)
     layers = layers_of(settings)
     number = get("num_experts") or get("num_moe_experts") or 0

@@ -70,7 +70,8 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     work = sum(map(step.at_par, step.events)) / len(measured.compute)
     costs = {e.action: e.end - e.start for row in predicted.compute for e in row}
     scale = work / predicted.work
-    # Makespans that remain when causes are replaced by their ideal, one after the other.
+    # Makespan that is left after each cause of idle time is removed, together with the causes
+    # before it.
     left = {
         MakespanPart.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
         MakespanPart.BETWEEN: step.makespan(step.seconds, _no_delay),

@@ -213,7 +213,8 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
         for chunk, stage in enumerate(stages):
             sums = rank.times[4 * chunk : 4 * chunk + 4]
             times[stage] = [time / rank.steps for time in sums]
-    # Least clock offset of the second rank for each two neighbouring ranks.
+    # For each two neighbouring ranks: lower bounds of the second rank's clock offset from the
+    # first, as no message arrives before it is sent.
     least: dict[tuple[int, int], list[float]] = {}
     pairs = []
     for stage in range(placement.last):

@@ -17,8 +17,8 @@ from megatron_ext.recordings.run_recording import RunRecording, Tensor
 from megatron_ext.recordings.ulps import Difference, bits_difference
 
 CHANCE = 2.0  # largest factor between the noise of one pair of runs and that of another pair
-# Largest factor between the effects of two changes of the order of sums: slices split each sum over
-# tokens, and reversed microbatches change only the sum over microbatches.
+# Largest factor between the differences that two other orders of sums make. Slices split each sum
+# over tokens, and reversed microbatches reorder only the sum over microbatches.
 ORDERS = 32.0
 
 

@@ -38,7 +38,7 @@ _OURS = ("costs", *WATCHING)
 _UNTRIED = "is not tried in a rehearsal"
 
 
-# Megatron's flags that cannot be rehearsed, each with what it brings along.
+# Megatron's flags that cannot be rehearsed, each with the name of what it switches on.
 _SWITCHES = {
     "use_sharp": "SHARP",
     "use_nccl_ub": "NCCL's user buffers",

@@ -36,7 +36,7 @@ _GUESSES = {
 # Messages whose values grow with the loss scale.
 _GRADIENTS = (BACKWARD, str(Kind.BCAST_SW), str(Kind.BCAST_EW))
 _SLACK = 1 << 16  # numbers in a pool of random values beyond those of the largest tensor
-_SHIFTED_ROWS = 64  # number of rows, with each of which a copy of a real tensor may begin
+_SHIFTED_ROWS = 64  # number of rows at whose starts copies of a real tensor may begin
 _SHIFT = 64 * 17  # numbers between the starts of two successive tensors in the pool
 
 

@@ -76,7 +76,7 @@ class RecordedReduction:
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
         self.began = clock.record_event()
-        # Events at the ends of the recorded work; the latest event counts.
+        # Events at the ends of the reduction's works. The reduction ends with the latest event.
         self.ends: list[Any] = []
         self.is_exact = True
         self._clock = clock

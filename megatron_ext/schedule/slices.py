@@ -126,7 +126,7 @@ def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tupl
             f"are multiples of {multiple_of} tokens: take fewer slices"
         )
     cuts = [round(end * units) for end in ends]
-    # Every slice gets at least one multiple of tokens, also the later slices.
+    # Every slice, also the last one, gets at least ``multiple_of`` tokens.
     for number in range(len(cuts)):
         least = cuts[number - 1] + 1 if number else 1
         cuts[number] = min(max(cuts[number], least), units - (len(cuts) - 1 - number))

@@ -35,8 +35,8 @@ Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each operation
 # Predecessors (or successors) of each operation: the number of the other operation, and the ticks
 # of the message between the two.
 Precedences = tuple[tuple[tuple[int, int], ...], ...]
-# The same precedences with one entry per column (microbatch): the other operation, the ticks of its
-# messages, and its columns.
+# The same precedences by column (microbatch): the other operation and, for each column, the ticks
+# of the message and the other operation's column.
 ColumnPrecedences = list[list[tuple[int, list[int], list[int]]]]
 
 F, R, I, W = (  # noqa: E741 (the field's letters)

@@ -94,7 +94,8 @@ def patterns(
     return list(chosen)
 
 
-# Number of patterns that are returned for each end, of possibly many with equal times.
+# Number of patterns that are returned for each arrangement on the last rank, although many more may
+# be equally good.
 _VARIANTS = 3
 _PRIME = 7919  # prime number that spreads the choice among equally good patterns
 
@@ -214,6 +215,7 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
 
 # How a pattern goes on at the next rank: number of whole periods that the end trip does not use,
 # arrangement of the next rank, and periods by which the turn trip is longer than there.
+# `_PatternProgram` explains the two trips.
 _Continuation = tuple[int, int, int]
 
 

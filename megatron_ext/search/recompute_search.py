@@ -38,7 +38,8 @@ Recomputed = npt.NDArray[np.bool_]
 # The golden ratio. Its multiples modulo 1 are a low-discrepancy sequence: those of consecutive
 # numbers are spread evenly between 0 and 1.
 _GOLDEN = (5**0.5 - 1) / 2
-# The first choices recompute between none and all of each chunk, in this many shares.
+# The first choices recompute none to all of a rank's chunks, in steps of one chunk divided by this
+# number.
 _SHARES_OF_CHUNK = 4
 # Tried periods of the first plans, in % of a rank's work for a microbatch.
 _PERIODS = (80, 90, 100, 110, 120, 140)

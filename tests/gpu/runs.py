@@ -39,7 +39,8 @@ def torchrun(ranks: int, *words: str) -> str:
         env={
             **os.environ,
             # The kernels of all streams share one hardware queue. Megatron requires this for tensor
-            # parallelism, and it is the strictest setting for a message that waits.
+            # parallelism. A message that waits then blocks all later kernels, so this setting is
+            # the strictest test.
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             # HybridEP reads this variable: the number of ranks of an expert-parallel group.

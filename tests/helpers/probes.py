@@ -25,7 +25,7 @@ _COPIED = ("megatron_ext", "docs", "scripts", "tests")
 Edit = tuple[str, str, str]
 
 # Tests that a probe runs: they compare lists with code, pages and other tests, and take seconds.
-# Trainings, pictures, plain words and outputs of commands are not compared.
+# Tests of trainings, pictures, plain words and outputs of commands are left out.
 COMPARISONS = (
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_refused",
     "tests/patches/launch/test_refusals.py::test_the_docs_tell_what_is_untried",

@@ -434,8 +434,8 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
             continue
         if imported < len(sys.modules):  # modules were imported for this request
             imported = len(sys.modules)
-            # Without this call the shutdown of a rank would collect garbage, and so first copy all
-            # these modules.
+            # Without this call a rank would collect garbage at its shutdown, and so copy the memory
+            # pages of all these modules.
             gc.freeze()
             use_huge_pages()
         pid = os.fork()

@@ -87,7 +87,7 @@ def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[i
         kinds = RULES[kind].covers
         if Kind.FORWARD in kinds:
             moving.discard((Kind.RECV_F, stage, microbatch))
-            # the activation was passed on within this rank
+            # if both stages are on this rank, the activation was passed on without a message
             moving.discard((Kind.SEND_F, stage - 1, microbatch))
             if not placement.is_last(stage):
                 moving.add((Kind.SEND_F, stage, microbatch))

@@ -137,7 +137,8 @@ class StepAtOnce(Validation):
         self.limits = limits
         self.position = chain_of(placement).index(pipeline.group.rank())
         self.step = 0
-        self.states: list[PartialState] = []  # states of steps that this rank has passed on
+        # States that this rank has passed on, one for each step.
+        self.states: list[PartialState] = []
         self.taken_back: list[int] = []  # numbers of the steps that were rolled back
         self._kept: list[Tensor] | None = None
 

@@ -39,7 +39,7 @@ class _Part:
     start: int
     stop: int
     piece: Piece
-    # Whether the piece is the main replica if data-parallel ranks are ignored.
+    # Whether the piece would be the main replica if there were no data parallelism.
     is_main_without_dp: bool
 
 

@@ -241,8 +241,8 @@ class PipelineTraining:
         with self._heard_if_it_fails("the check of a model"):
             for feature in hooks:
                 feature.check_models(call)
-            # The token shifts of the first model were connected together with the ranks, so only
-            # those of later models are connected here.
+            # Ranks were connected for the token shifts (of multi-token prediction) of the first
+            # model together with all other connections, so only later models are connected here.
             if self._connections is not None:
                 connect_token_shifts(call.models, call.groups.cp)
         self._checked.add(call.models[0])

@@ -276,8 +276,8 @@ class _State:
         for model in self._models:
             model.zero_grad_buffer()  # type: ignore[operator]  # DistributedDataParallel's
             for group in _bucket_groups(model):
-                # The step counts as a first batch, since for later batches Megatron expects as many
-                # gradients of each parameter as its own step had.
+                # The step is marked as a first batch. In a later batch Megatron would expect each
+                # parameter to get as many gradients as in Megatron's own step.
                 group.is_first_batch = True
         get_moe_metrics_tracker().clear()
         MTPLossLoggingHelper.tracker.clear()

@@ -108,9 +108,9 @@ class BatchedTimes:
         self.place = np.empty_like(self.order)
         self.place[self.order] = np.arange(len(level))
         bounds = np.searchsorted(level[self.order], np.arange(1, level.max() + 2))
-        # Entries for each level (depth in the graph) after the first: its first position and its
+        # For each level (depth in the graph) after the first: the level's first position and its
         # end, and arrays of the positions that its nodes wait for, with lags if there are any. The
-        # n-th array has the n-th dependency of the nodes that have so many.
+        # n-th array has the n-th dependency of all nodes with at least n dependencies.
         self._levels: list[tuple[int, int, list[tuple[_Places, Floats | None]]]] = [
             (first, last, []) for first, last in pairwise(bounds.tolist())
         ]

@@ -16,7 +16,7 @@ _CONTINUATION = "\\\n"  # a line that goes on in the next one
 _REDIRECTION = re.compile(r"&>>?|<<<|<&|<>|>>|>&|>\||[<>](?!\()")
 _COMMENT = re.compile(r"#[^\n]*")
 _PLAIN = re.compile(r"[^\s\\'\"`$;&|()<>]+|.", re.DOTALL)
-_ESCAPED = re.compile(r'\\([\\"$`\n])')  # in double quotes
+_ESCAPED = re.compile(r'\\([\\"$`\n])')  # characters that a backslash escapes in double quotes
 _CLOSING = {"(": ")", "{": "}"}
 
 
@@ -57,7 +57,7 @@ def shell_commands(text: str) -> list[tuple[ShellWord, ...]]:
             at = found.end()
         elif found := _REDIRECTION.match(text, at):
             if text[begin:at].isdecimal() and text[at] != "&":
-                word = None  # the number of a file, as in 2>&1
+                word = None  # the word was the number of a file, as in 2>&1
             end_word()
             is_target, at = True, found.end()
         elif text[at] in _SEPARATORS:

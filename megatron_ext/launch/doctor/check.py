@@ -352,8 +352,8 @@ def _check_arguments(
             text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
             report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
         is_stocks = config.schedule is None or config.resolved_spec.example.chunks == 1
-        # This remark is for Megatron's own schedule: with a schedule of megatron_ext a launch whose
-        # documents mix is refused.
+        # This remark is for Megatron's own schedule. With a schedule of megatron_ext, a launch
+        # whose tokens attend to other documents is refused.
         if is_stocks and (why := why_documents_mix(args)) is not None:
             report.add(Severity.REMARK, "masks", why, REMEDY)
         if is_assumed:

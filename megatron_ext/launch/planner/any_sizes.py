@@ -114,7 +114,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
-        # With sizes that put more of the model on a rank, the allocator has less to reserve.
+        # If sizes put more of the model on a rank, its passes have less memory, so the allocator
+        # reserves less.
         limits = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
         widest = free if excess else max(filter(None, [free, *limits]), default=None)
         verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, judged, widest)

@@ -36,7 +36,7 @@ from megatron_ext.schedule.placement import Placement, is_line_or_v
 # improvement.
 _PLACEMENTS = 3
 _EXACTLY = 2  # number of improved layouts whose exact programs are simulated
-_NEAR = 0.02  # share of a step by which a layout may be slower, which a search often makes up for
+_NEAR = 0.02  # share of a step by which a layout may be slower, as a search often makes up for it
 _NEARLY = 1.05  # layouts that exceed the memory limit by up to this factor are still improved
 _TIGHTER = 0.98  # factor on the memory limit for another try if the estimated memory was too low
 _ROOMY = 0.9  # the memory limit does not slow a layout that needs less than this share of the limit

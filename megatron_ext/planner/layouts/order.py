@@ -62,7 +62,7 @@ class Order:
         self._codes = of_nodes[self._times.order]
         self._seconds = places[second], codes[second]
         self._pairs, self._places_of_pairs = _paired_stages(schedule)
-        # With overlapped passes the time of a rank's passes is not their sum.
+        # With overlapped passes the time of a rank is not the sum of the times of its passes.
         self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
         middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
         microbatches = [k * self._placement.ranks for k in middle]

@@ -195,8 +195,8 @@ class StageFigures:
         figures = figures_of_stage(self.work.costs_of((companion, stage), line(2), 1), 1, stage)
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.overlap_saving.with_itself(stage)
-        # With several ranks the bytes are those of both stages' pipeline, since a pipeline of one
-        # rank would have no communicator.
+        # With several ranks the bytes are those of a pipeline of both stages, since a pipeline of
+        # one rank would have no communicator.
         stages = (stage,) if self.work.ranks == 1 else (companion, stage)
         *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
         figures[Figure.MODEL] = of_model.stored

@@ -29,7 +29,7 @@ class StepSums:
         self._expected: tuple[Action, ...] = ()
         self._telling: list[int] = []
         self._sums = RankSums()
-        # Program of all steps in the sums since they were last taken.
+        # Program of all steps that were added to the sums since the sums were last taken.
         self.program: Program | None = None
 
     def begin(self, recorder: Recorder) -> None:

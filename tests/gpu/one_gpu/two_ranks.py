@@ -173,8 +173,8 @@ def step(kind: str, spec: str, p2p: str) -> None:
         raise CannotRun(refusal())
     with tempfile.TemporaryDirectory() as results:
         words = ("-m", "tests.gpu.nccl_rank", spec, p2p, kind, results)
-        # Without caches the step compiles the code anew that was compiled to measure the bytes
-        # held.
+        # Without caches the step compiles its code anew, although the measurement of held bytes has
+        # compiled the same code.
         again = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
         run_ranks(RANKS, words, f"step-{spec}-{p2p}", again)
         seen = [pickle.loads((Path(results) / str(rank)).read_bytes()) for rank in range(RANKS)]

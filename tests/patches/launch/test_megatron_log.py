@@ -125,7 +125,8 @@ def test_flags_of_printed_arguments_give_them_again(
     unparsed = unparse(read_log(block.splitlines()).arguments)
     assert unparsed.differences == () and unparsed.unknown == ()
     again, first = validated(unparsed.words, 16), validated(tuple(words), 16)
-    told = "_is_global_batch_size_explicitly_specified"  # the flag is written explicitly now
+    # The unparsed command writes this flag explicitly.
+    told = "_is_global_batch_size_explicitly_specified"
     assert {**again, told: None, "rank": 0} == {**first, told: None, "rank": 0}
     assert len(unparsed.words) <= len(words) + 15, unparsed.words  # defaults are not written
 

@@ -459,8 +459,8 @@ def test_with(name: str, version: str, capability: tuple[int, int]) -> None:
 
 
 BITWISE = "bitwise"
-# Rows of docs/compatibility.md: for each recipe the statements of the row. The cases above show
-# them.
+# Rows of docs/compatibility.md: for each recipe the statements of the row. The cases above test
+# these statements.
 STATEMENTS: dict[str, tuple[str, ...]] = {
     "`--fp8-recipe delayed`, amax `most_recent` (Megatron's default)": (
         BITWISE,

@@ -175,7 +175,7 @@ def train_both(version: str, setting: str, **more: object) -> None:
     ("version", "setting"),
     [
         case(OLDEST, "overlapped"),
-        # by day test_transformer_engine.py has the oldest version's layers of experts
+        # by day test_transformer_engine.py tests the oldest version's layers of experts
         *at_night(case(OLDEST, "experts, grouped, biases, recompute")),
         *(case(NEWEST, setting) for setting in SETTINGS if IS_NIGHT or setting not in NIGHTLY),
     ],

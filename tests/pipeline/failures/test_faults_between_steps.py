@@ -132,8 +132,8 @@ def test_every_rank_hears_of_one_that_is_killed_between_steps(
     for result in others:
         assert result.exit_code == 1, result.stderr
         assert result.seconds - results[FAILING].seconds < SOON
-        # A rank names its own position or that of the first rank that lost a connection. A message
-        # after the optimizer belongs to the next step.
+        # A report names the position of the reporting rank, or of the first rank that lost a
+        # connection. A message after the optimizer belongs to the next step.
         assert re.search(
             r"pipeline rank \d, (between steps for \d+\.\d s|in \d\w+) \[.*; iteration [23]; ",
             result.stderr,

@@ -58,7 +58,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], int, dict[str, object]]] = {
         2,
         {"untie_embeddings_and_output_weights": True},
     ),
-    # By day zb-v runs here with offload, and test_dynamic_batches.py trains v-auto.
+    # This case runs at night. By day zb-v runs here with offload, and test_dynamic_batches.py
+    # trains v-auto.
     **dict(at_night(("v-auto, odd", ("v-auto", ("full",), 3, {})))),
     "1f1b": ("1f1b", at_night("full"), 2, {}),
     "zb-h1, batched": ("zb-h1", ("full",), 2, {"pipeline_p2p": "batched"}),

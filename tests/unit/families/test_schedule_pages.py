@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 _GRID = re.compile(
     r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*?)(?:\n\n|\Z)", re.DOTALL
 )
-# Docstrings of these families describe their search, and have no grid.
+# Docstrings of these families describe their search, and have no grid of passes.
 SEARCHED = {name for name, entry in entries().items() if entry.traits.searches}
 
 
@@ -36,7 +36,7 @@ def test_the_grid_of_a_docstring_is_the_familys(name: str) -> None:
     p, m, options = int(grid[1]), int(grid[2]), grid[3].removeprefix(",").replace(" ", "")
     spec = f"{name}:{options}" if options else name
     placement = choose(spec).place(p)
-    chunks = placement.chunks  # with these costs each pass of a chunk takes 1
+    chunks = placement.chunks  # with these costs each pass of a chunk takes one unit of time
     problem = Problem(placement, m, uniform(placement, chunks, chunks, chunks))
     assert drawn(simulate(program(spec, problem), problem.costs)) == table(grid[4])
 

@@ -525,7 +525,7 @@ def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPat
     found = search_sizes(job, partial(described_works, job))
     searched = [step for step in found.steps if step.made.candidate.variant.resolved.takes_long]
     assert searched
-    # Searched schedules run whole sequences.
+    # Schedules that a search finds run whole sequences, so they are compared with others that do.
     known = [step for step in found.steps if step not in searched and step.sizes.pipeline > 1]
     before = [step for step in known if step.made.candidate.report.slices == 1]
     assert {step.sizes for step in searched} <= {step.sizes for step in before}

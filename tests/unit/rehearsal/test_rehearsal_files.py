@@ -70,7 +70,7 @@ def test_a_request_comes_back(tmp_path: Path) -> None:
 def test_a_record_comes_back(tmp_path: Path) -> None:
     save_rank_record(RECORD, tmp_path / "record.json")
     found = load_rank_record(tmp_path / "record.json")
-    # Slices of microbatches are equal if their texts are.
+    # Actions with a slice are compared by their texts, which are equal if the slices are.
     assert [str(one.action) for one in found.steps[0].passes] == ["0F0.1", "0B0.0"]
     assert replace(found, steps=()) == replace(RECORD, steps=())
     assert [step.seconds for step in found.steps] == [1.25, 1.5]

@@ -359,7 +359,8 @@ def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
     [
         ("5", MemoryLimit(microbatches=5), "5 microbatches"),
         ("2.5", MemoryLimit(microbatches=2.5), "2.5 microbatches"),
-        (" 0.5x ", MemoryLimit(microbatches=4), "4 microbatches"),  # 1F1B holds min(8, 32)
+        # 1F1B holds min(8, 32) microbatches.
+        (" 0.5x ", MemoryLimit(microbatches=4), "4 microbatches"),
         ("60GiB", MemoryLimit(bytes=60 * 2**30), "60GiB"),
         ("512MiB", MemoryLimit(bytes=2**29), "0.5GiB"),
         ("1.5TiB", MemoryLimit(bytes=3 * 2**39), "1.5TiB"),

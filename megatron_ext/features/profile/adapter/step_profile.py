@@ -68,7 +68,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 # Seconds of collectives on this machine by their size in bytes, for each group of ranks.
 _Collectives = Mapping[Group, Mapping[float, float]]
-_SELDOMER = 8  # all ranks next exchange measurements after 1/8 as many further steps as have run
+_SELDOMER = 8  # the next exchange of measurements comes after 1/8 as many further steps as have run
 
 
 def costs_path(config: PipelineConfig, args: Any) -> Path | None:

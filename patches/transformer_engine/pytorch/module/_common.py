@@ -95,7 +95,7 @@ _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_
 def _reduces(module: Any) -> bool:
     """Return whether ``module`` queues a weight gradient while its input's gradient is reduced."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
-        return False  # the product contains the reduction, which has ended by then
+        return False  # the input gradient's product includes the reduction, which has ended by then
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
 
 
