@@ -1,6 +1,6 @@
 """Tests of CUDA graphs of single layers, captured by Transformer Engine and replayed between layers
-that are split. The trainings have not run yet. The rows have not run since their gradients are
-added as soon as they are computed.
+that are split. The trainings have not run yet. The rows have run, but not since the change by which
+their gradients are added as soon as they are computed.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """

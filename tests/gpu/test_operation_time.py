@@ -1,7 +1,7 @@
 """Tests that measure the seconds of single operations, from which the factors of a machine are
 computed. They have not run on a GPU yet.
 
-pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
+pytest tests/gpu/test_operation_time.py     # on one GPU
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def test_a_chunk_that_reads_nothing_has_as_many_sets_as_the_others(
 def test_validation_sets_are_as_long_as_where_they_are_read(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each chunk computes the size of its test set from --eval-iters. The lengths of the validation
-    sets used to replace that setting after the last chunk had its loaders."""
+    """--eval-iters keeps its given value until each chunk has computed the size of its test set
+    from it. Then it is set to the lengths of the validation sets, also on a rank that reads none of
+    them. Megatron sets it after each chunk, so later chunks would have test sets of other sizes."""
     args = SimpleNamespace(
         eval_iters=7,
         full_validation=True,

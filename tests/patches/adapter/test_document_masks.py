@@ -66,8 +66,8 @@ def test_the_fused_kernel_is_taken_as_megatron_takes_it(
     tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our check expects the fused softmax kernel, which ignores document masks, exactly when
-    Megatron would use it. Megatron takes the rows per block from the compiled kernel; that function
-    is replaced here."""
+    Megatron would use it. Megatron gets the rows per block from its compiled extension; a Python
+    function with the same formula stands in for that call here."""
     softmax = fused_softmax.FusedScaleMaskSoftmax(
         False, True, AttnMaskType.causal, True, lambda x, mask: x, True, None
     )

@@ -453,8 +453,8 @@ def test_a_loss_that_does_not_depend_on_its_output_is_refused() -> None:
 
 
 def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
-    """A batch that was not cut by slices is refused. It has as many tokens, so a model would train
-    on wrong numbers without an error."""
+    """A batch that was not cut by our function for slices is refused. Such a batch may have as many
+    tokens as a slice, so a model would train on wrong numbers without an error."""
     (first, _) = shared = spans((8, 8), 0, 2)
     tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
     with (
@@ -763,9 +763,9 @@ def test_a_model_that_is_not_known_is_refused(
 
 
 def test_quantised_weights_require_their_first_gradient_first() -> None:
-    """With slices, quantized weights are refused under some orders of passes. Their first gradient
-    in a step must come first, and slices compute the first slice's gradient last. Gradients of
-    other weights are added in any order."""
+    """With slices, quantized weights are refused under some orders of passes: the weight gradient
+    of a step's first forward pass must be computed before all others, and slices compute the first
+    slice's gradient last. Weights that are not quantized allow any order."""
     problem = Problem(
         line(2), 4, uniform(line(2), 1, 1, 1), options=ScheduleOptions(slices=Slices(2))
     )

@@ -1,5 +1,5 @@
-"""Tests of features' hooks in a step: a part of a step comes from one feature only, and each
-feature says whether it is on."""
+"""Tests of the hooks by which features take part in a step: each part of a step comes from one
+feature only, and each feature says whether it is on."""
 
 import weakref
 from types import SimpleNamespace

@@ -646,8 +646,9 @@ def test_tensors_of_another_length_than_the_row_are_refused() -> None:
 
 
 def test_a_hybrid_model_is_refused() -> None:
-    """A hybrid model is refused under shared prompts. It used to pass the check, which only
-    GPTModel's call has: its layers found no ends of documents, or took the row for one sequence."""
+    """A hybrid model is refused under shared prompts. It used to be accepted, because only
+    GPTModel's call had the check: the layers of a hybrid model found no ends of documents, or took
+    the row for one sequence."""
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
         call: Any = HybridModel.forward

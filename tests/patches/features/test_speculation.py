@@ -397,8 +397,9 @@ def beside_a_twin(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_in_pieces_is_stocks(case: Case) -> None:
-    """A speculative step in pieces equals stock's in good steps, and with a clip, a skip,
-    infinities and NaNs. The step is rolled back and repeated, or not taken before the verdict."""
+    """A speculative step in pieces equals stock's step: a good one, one that is clipped or skipped,
+    and one with infinities or NaNs. A step that is not good is rolled back and repeated, or not
+    taken before the verdict."""
     values(run_ranks(RANKS, lambda rank: beside_a_twin(case)))
 
 

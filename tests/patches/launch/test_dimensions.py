@@ -150,8 +150,8 @@ def counted(model: Model, run: Execution) -> float:
 @pytest.mark.parametrize("symbol", "*-EGM")
 def test_layers_of_hybrid_models_have_megatrons_operations(symbol: str) -> None:
     """The estimate has as many operations as Megatron's count for each layer type of hybrid models,
-    to 1 %. The backward pass has twice the operations of the forward pass. Megatron omits the
-    router and Mamba's convolution."""
+    to 1 %. The backward pass has twice the operations of the forward pass. Megatron's count omits
+    the router and Mamba's convolution."""
     args = megatron_arguments.parse_arguments(model_flags(**HYBRID)).args
     args.hybrid_layer_pattern = 3 * symbol
     args.padded_vocab_size = 64

@@ -1005,8 +1005,8 @@ def test_the_command() -> None:
 
 
 def test_a_file_of_arguments(tmp_path: Path) -> None:
-    """A file of Megatron's arguments is checked as the command with the same flags. The number of
-    ranks is the file's."""
+    """A file of Megatron's arguments is checked as a command with the same flags is. The number of
+    ranks is the world_size in the file."""
     words = model_flags(**FLAGS | {"pipeline_schedule": None})
     values: dict[str, Any] = {"world_size": 8}
     for word, following in itertools.pairwise([*words, "--"]):

@@ -587,9 +587,9 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that() -> None:
-    """`plan` tries recompute for a launch that does not fit, unless the random states forbid it. It
-    used to try only offload, although the schedules 1f1b and zb-h1 fit with half of the activations
-    recomputed."""
+    """`plan` tries recompute for a launch that does not fit, unless a recomputed pass could not
+    restore its random states (here --te-rng-tracker with dropout). It used to try only offload,
+    although the schedules 1f1b and zb-h1 fit with half of the activations recomputed."""
     # Memory of a GPU: 3.33 GiB are left without the allocator's reserve.
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"
     plan = made(small)

@@ -192,11 +192,12 @@ def test_another_schedule_keeps_multi_token_prediction_where_the_launch_has_it()
 def test_deepseek_v3_on_16_ranks_is_as_even_as_whole_layers_allow() -> None:
     """`plan` finds even layouts for DeepSeek-V3 on 16 ranks.
 
-    On a line every stage is near the mean. On a V every rank is, if multi-token prediction is
-    separate from the output layer; with the two on one stage, the last rank is 17 % slower than the
-    mean. Single stages of a V cannot all be near the mean. Three layers, a layer with multi-token
-    prediction, and that with the output layer all take too long for a stage; so 30 of the 32 stages
-    would have two layers each, and there are 61 layers.
+    On a linear placement every stage takes nearly the mean time. On a V every rank does, if
+    multi-token prediction is on another stage than the output layer; with the two on one stage, the
+    last rank takes 17 % more than the mean. The single stages of a V cannot all be near the mean.
+    Three layers on a stage take too long, and so does a stage that has a layer with multi-token
+    prediction, or multi-token prediction with the output layer. So 30 of the 32 stages would have
+    two layers each, and one of the 61 layers would be left.
     """
     text = (ROOT / "docs" / "planning.md").read_text()
     flags = dict(re.findall(r'^(DEEPSEEK|RUN)="([^"]*)"', text, re.MULTILINE))

@@ -27,7 +27,8 @@ def test_plan_keeps_what_it_wrote_of_recipes(
 ) -> None:
     """`plan` of a command that it wrote for a public recipe changes nothing. All families are
     compared except searching loops with more than three chunks. Steps have 16 microbatches, or 2
-    for each pipeline rank, so that all recipes take a quarter of an hour."""
+    for each pipeline rank if that is more, so that all recipes together take a quarter of an
+    hour."""
     shorten_search(monkeypatch)
     only_families(monkeypatch, *specs_with_few_chunks())
     pipeline = flags["pipeline_model_parallel_size"]

@@ -379,9 +379,9 @@ def test_experts_are_unbalanced_by_megatrons_biased_router(tmp_path: Path) -> No
 
 
 def test_real_values_go_from_class_to_class(tmp_path: Path) -> None:
-    """With real values, which a rank receives as another rank has sent them, the ranks of the first
-    stages are rehearsed first. In a replay the order is free, because all neighbours have run
-    before."""
+    """With real values, a rehearsed rank receives what another rank has sent in its own rehearsal,
+    so the ranks of the first stages are rehearsed first. In a replay the order is free, because all
+    neighbours have run before."""
     run = stand_in(tmp_path, "stock zb-v")
     own = replace(request(tmp_path, "stock zb-v"), values=PeerValues.REAL, replays=True)
     report = rehearse(own, run.start, print)

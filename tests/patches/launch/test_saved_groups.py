@@ -24,8 +24,8 @@ def test_empty_groups_are_not_saved(
     groups: list[list[str]], is_loading: bool, expected: dict[str, Any]
 ) -> None:
     """Empty parameter groups are not saved, so that a checkpoint of a V with Muon or --decoupled-lr
-    can be loaded. On global rank 0 of a V the embeddings' group is empty, and lists of other
-    lengths cannot be merged."""
+    can be loaded. On global rank 0 of a V the embeddings' group is empty, and Megatron saves that
+    rank's groups. An empty list cannot be loaded on the rank where the group has tensors."""
 
     def stock(optimizer: Any, model: Any, is_loading: bool) -> dict[str, Any]:
         return {"fp32_from_fp16_params": groups, "optimizer": {}}

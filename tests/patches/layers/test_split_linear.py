@@ -128,10 +128,10 @@ def test_the_same_products_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_megatron_notes_on_a_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If stock's function marks a weight as one whose gradient is in ``main_grad``, W does not
-    change the mark. The data-parallel wrapper's hook adds nothing to a marked weight. In trainings
-    with CUDA graphs of MLPs, whose warm-up steps are split, the MLPs' gradients used to be lost
-    from then on."""
+    """A split backward pass does not change the mark on a layer's weight that says that the
+    gradient is in ``main_grad``. Stock's function, which the pass calls, sets that mark, and the
+    data-parallel wrapper's hook adds nothing to a marked weight. In trainings with CUDA graphs of
+    MLPs, whose warm-up steps are split, the MLPs' gradients used to be lost after the capture."""
     monkeypatch.setattr(queue, "splitting", True)
     weight = torch.nn.Parameter(torch.randn(5, 4))
     weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]

@@ -217,7 +217,8 @@ def test_configs_that_cannot_be_arranged_are_refused() -> None:
 @nightly("Megatron's own sampler: test_microbatch_order.py")
 def test_each_pack_is_read_once_in_its_step_over_epochs_and_resumes() -> None:
     """Arranged microbatches read each pack once, in the step in which Bridge's sampler reads it,
-    over epochs (which the sampler shuffles) and after a resume. A padded step is not rearranged."""
+    over several epochs (which the sampler shuffles) and after a resume. A step that the sampler
+    fills up with padding is not rearranged."""
     made = results()[1]
     plain, arranged, resumed = made["plain"], made["arranged"], made["resumed"]
     assert [len(replica) for replica in arranged] == [6, 6]

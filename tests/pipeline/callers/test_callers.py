@@ -252,9 +252,10 @@ def test_all_pipelines_take_the_costs_of_global_rank_0(size: int) -> None:
 
 
 def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches() -> None:
-    """Pipelines that no communication connects may run different numbers of microbatches, as verl's
-    do, which batches by tokens. All ranks used to compare programs in each step: a pipeline with a
-    new number waited without a message for one that had built its program before."""
+    """Pipelines that do not communicate with one another may run different numbers of microbatches.
+    verl's do, because verl batches by tokens. All ranks used to compare programs in each step: a
+    pipeline with a new number of microbatches waited, without a message, for a pipeline that
+    already had its program and compared nothing."""
 
     def differing(rank: int) -> str:
         with installed(2, schedule="1f1b"):
@@ -270,8 +271,8 @@ SECOND = (1, 3)  # global ranks of the second of two pipelines
 
 def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
     """A pipeline with offload may build a program that no other pipeline builds. All ranks together
-    used to count the host memory of each new program, so the ranks of the first pipeline waited for
-    the second, which had none."""
+    used to count the host memory of each new program, so a pipeline with a new program waited for
+    the other pipeline, which had no new program."""
 
     def differing(rank: int) -> list[str]:
         told: list[str] = []
@@ -297,9 +298,10 @@ def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
 def test_measured_costs_come_to_all_ranks_at_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured costs take effect on all ranks at the same step. The second of two pipelines has
-    measured enough steps of a program later than the first, which used to wait for it, because all
-    ranks exchanged the costs of a shape that only one pipeline had."""
+    """Measured costs take effect on all ranks at the same step. The second of two pipelines
+    measures enough steps of a program later than the first, and it alone meets a second shape.
+    Pipelines used to wait for each other, because all ranks exchanged the costs of each shape, also
+    of one that only one pipeline had."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
 
     def measuring(rank: int) -> tuple[list[int], list[object]]:
@@ -359,9 +361,9 @@ def test_a_race_is_the_same_on_all_ranks(
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:
-    """A rank that builds a different program in a later step is found, and all ranks end. Each
-    rank compares its program with the first one in the store, so the rank that wrote the first one
-    sees no difference. That rank ends, too."""
+    """A rank that builds a different program in a later step is found, and all ranks end. Each rank
+    compares its program with the one that was written to the store first. The rank that wrote it
+    sees no difference, and ends too."""
 
     def differing(rank: int) -> None:
         with installed(RANKS, schedule="1f1b"):
@@ -550,8 +552,8 @@ def test_an_embedding_group_that_does_not_fit_a_v_is_refused(
     linear placement. The caller brought that group, or it was created before the schedule was
     installed.
 
-    The last rank holds both the first and the last stage of a V, so it would wait in that group,
-    and refuses it. The other ranks only lose their peer.
+    The last rank holds both the first and the last stage of a V. It would wait in that group for
+    the other rank, so it raises the error. The other rank raises none.
     """
 
     def refused(rank: int) -> None:

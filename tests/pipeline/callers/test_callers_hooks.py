@@ -227,9 +227,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("change", [halve_before_nodes, double_behind_nodes, swap_data])
 def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
     """Gradients equal stock's in a model with hooks of a caller. Under split backward passes, hooks
-    on autograd nodes used not to run. If a hook gave a weight other data for the forward pass, I
-    computed the input's gradient from that data, while stock computes it from the weight's own
-    data."""
+    on autograd nodes used not to run. If a hook gave a weight other data for the forward pass, the
+    I pass used to compute the input's gradient from that data, while stock computes it from the
+    weight's own data."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -361,7 +361,8 @@ def depend_on_whole_gradients(calls: Counter[str], chunk: Any) -> None:
 def test_hooks_get_the_gradient_of_a_whole_sequence_once(wraps: bool) -> None:
     """Under slices of a sequence, a weight's hook gets the gradient of the whole sequence, once.
     Each slice used to call the hook with its part, so hooks that clip, draw or count ran once for
-    every slice. In a model in Megatron's data-parallel wrapper the sums are in ``main_grad``."""
+    every slice. If the model is in Megatron's data-parallel wrapper, the compared gradients are
+    those in ``main_grad``."""
 
     def gradients(**settings: Any) -> dict[str, Tensor]:
         calls: Counter[str] = Counter()
@@ -450,8 +451,8 @@ def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
 ) -> None:
     """Hooks around the transformer layers run once for each microbatch, although its layers are
     recomputed. Both F and R used to run them: a loss term that a hook collects counted twice, and a
-    hook that reads an activation's gradient failed in F, which has none. On a V, dropout draws
-    other numbers than stock's, but the same with and without recompute."""
+    hook that reads an activation's gradient failed in F, which has none. On a V the reference is
+    the same schedule without recompute, because a V draws other dropout than stock."""
 
     def without() -> contextlib.AbstractContextManager[Any]:
         if schedule == "zb-h1":
@@ -507,8 +508,8 @@ def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool
 
 def test_hooks_that_run_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line in the log names the hooks of a caller that run in both F and R. They do so if the
-    whole stage is recomputed: because its output is needed, because its decoder is not Megatron's,
-    or because it runs slices of a sequence."""
+    whole stage is recomputed and not only its decoder: because the decoder is not Megatron's, as
+    here, or because the stage runs slices of a sequence or enters autocast."""
     said: list[str] = []
     monkeypatch.setattr(of_callers.logger, "log", lambda level, text: said.append(text))
     config = SimpleNamespace(enable_autocast=False)

@@ -196,8 +196,8 @@ def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
 ) -> None:
     """A caller may run a backward pass of its own inside a forward pass. Such a training used to
     end with an AssertionError, because no W follows that backward pass. The weight gradients of the
-    caller's pass are added at once, and `torch.autograd.grad` adds none. If W passes run later, the
-    order of sums differs from stock's."""
+    caller's pass are added at once, and `torch.autograd.grad` adds none. W passes of earlier
+    microbatches may run after the caller's pass, so sums may have another order than stock's."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
@@ -269,8 +269,8 @@ def test_a_hook_before_the_model_gets_the_callers_arguments_each_time(
     settings: dict[str, Any],
 ) -> None:
     """A caller's forward pre-hook of the model gets the caller's own arguments in each call. Slices
-    and recomputed passes repeat the model's call and the hook, which must not see arguments that it
-    has changed before."""
+    and recomputed passes repeat the model's call and its hook; arguments that the hook has changed
+    in one call must not come to it in the next."""
 
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

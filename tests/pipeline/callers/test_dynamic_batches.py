@@ -155,9 +155,9 @@ def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first step of a training waits for a search of its schedule. Each new number of
-    microbatches used to start a search while all ranks waited, with the costs of the longer
-    sequences in the evaluation before. Now steps with another number of microbatches run the found
-    schedule, made longer or shorter, if the found one has enough microbatches."""
+    microbatches used to start a search, for which all ranks waited, and which used the costs of the
+    evaluation before, whose sequences are longer. Now steps with another number of microbatches run
+    the found schedule, made longer or shorter, if the found one has enough microbatches."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
 

@@ -109,8 +109,8 @@ def assert_as_stock(training: Training) -> None:
 
 
 def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path) -> None:
-    """verl under a V gets the numbers that it has under Megatron's schedule. Each batch has the
-    same number of microbatches under both schedules, which may be odd."""
+    """verl under a V gets the numbers that it has under Megatron's schedule. Each batch has equally
+    many microbatches under both schedules, and their number may be odd."""
     assert_as_stock(train(packages, tmp_path, "mbridge", "stock", "zb-v"))
 
 
@@ -157,8 +157,8 @@ def test_verl_trains_to_its_own_numbers_on_four_ranks(
 
 def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
     """A checkpoint of verl's first step can be resumed under the other schedule: the second step
-    equals that of an uninterrupted training. The checkpoints save optimizer states for all
-    placements, because other formats do not fit a V."""
+    equals that of an uninterrupted training. Optimizer states are saved in Megatron's fully
+    reshardable format, because its other formats do not fit a V."""
     option = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=true"
     trainings = "stock:saved", "zb-v:saved", "zb-v:stock", "stock:zb-v"
     made = train(packages, tmp_path, "mbridge", *trainings, ranks=4, overrides=[option]).results

@@ -165,7 +165,8 @@ def test_a_launch_does_what_was_said(saved: str, flag: bool, loaded: dict[str, o
 def test_a_launch_of_ours_says_it_in_one_line(schedule: str) -> None:
     """A launch under our schedule says in one line that a checkpoint does not fit. Each rank used
     to end with "Global shape mismatch" if the checkpoint has one stage on each rank and the launch
-    two, or the reverse, because stages on Megatron's own ranks were not compared."""
+    two, or the reverse: a schedule that places its stages as Megatron does was not compared with
+    the checkpoint."""
     saved = "stock, 2 stages a rank" if schedule == "zb-h1" else "stock"
     ranks, words = words_of(saved, False, LOADED[schedule])
     results = train_or_fail(ranks, words)

@@ -151,9 +151,9 @@ def test_multi_token_prediction_holds_what_a_training_does(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Estimated bytes of multi-token prediction equal those that a training stores. The estimate
-    used to omit the last norm of a depth and the inputs of the output layer's further calls. It
-    counted the final norm on the stage of the loss, although the norm is on the stage of the last
-    layer."""
+    used to omit the last norm of each prediction depth, and the inputs of all calls of the output
+    layer but the first. It also used to count the final norm on the stage of the loss, although the
+    norm is on the stage of the last layer."""
     count_in_stock(tmp_path, monkeypatch)
     ranks = layout.count("|") + 1
     flags: dict[str, Any] = COMMON | {

@@ -136,8 +136,8 @@ def test_a_missing_gradient_differs_by_more_than_another_order_of_sums(
 
 def test_states_that_a_distributed_optimizer_divides() -> None:
     """`parity` joins the states that a distributed optimizer splits over data-parallel ranks, also
-    of a gated layer, which torch_dist saves in halves. When an iteration is recorded, parameters of
-    the next step are still being gathered."""
+    of a gated layer, which torch_dist saves in halves. The parameters of the next step are still
+    being gathered when an iteration is recorded here (--overlap-param-gather)."""
     flags = model_flags(
         pipeline_model_parallel_size=2,
         train_iters=9,

@@ -185,7 +185,7 @@ def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
 def test_case_14_multi_token_prediction_before_the_loss() -> None:
     """Case 14: `doctor` counts the bytes of multi-token prediction, its layer and its embedding, on
     the rank that has them. They used to be counted on the loss's rank. `test_model_bytes` compares
-    this difference with stock's parameters."""
+    such counts with the parameters of Megatron's models."""
     flags = "--position-embedding-type rope --num-layers 8 --mtp-num-layers 1"
     words = shlex.split(
         f"{flags} --global-batch-size 16 --pipeline-model-parallel-size 4 "
@@ -344,9 +344,9 @@ def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
 
 
 def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
-    """Case 20: `plan` compares schedules at the batch size of the steps that hold most samples of
-    the whole training, and also prints the times of other sizes. plan used to compare a step of one
-    microbatch with a step of 64, and promised a gain of 94.7 %."""
+    """Case 20: `plan` compares schedules at the batch size at which the training reads most of its
+    samples, and also prints the times of other sizes. plan used to compare a step of one microbatch
+    with a step of 64, and promised a gain of 94.7 %."""
     batches = "--vocab-size 32000 --step-batch-size-schedule '0:16 1M:64 2M:32' --train-iters"
     for iterations, expected in ((10, [16, 32, 64]), (21, [64, 16, 32]), (100, [32, 64, 16])):
         words = (*BIG, *shlex.split(f"{batches} {iterations}"))
@@ -368,8 +368,8 @@ def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
 
 def test_case_23_settings_of_a_schedule_go_with_it() -> None:
     """Case 23: `plan` drops --pipeline-p2p and other settings of our schedules from the command
-    with which Megatron's own schedule is compared. plan used to compare it with --pipeline-p2p
-    batched, "given without --pipeline-schedule", and ended."""
+    with which Megatron's own schedule is compared. plan used to keep these flags in that command,
+    and ended with the error that --pipeline-p2p batched is "given without --pipeline-schedule"."""
     ours = ("--pipeline-schedule", "zb-v", "--pipeline-p2p=batched", "--pipeline-metrics")
     launch = Launch(str(SCRIPT), False, (*BIG, *ours), world_size=16, installs=True)
     stock = arguments_with(launch, Written(("--num-layers", "16")))

@@ -202,8 +202,8 @@ def test_every_rank_of_a_batched_pipeline_ends_when_one_fails(
 def test_sending_to_a_rank_that_has_failed(script: Script, varies: bool) -> None:
     """A send to a rank that has died is reported with the pass and the peer. If a rank computes
     when its neighbour dies, the next send or receive fails at its start, not at its wait, and only
-    gloo's bare error used to be printed. (1F0 comes after 1RECV_F1, which the rank waits for if
-    shapes vary.)"""
+    gloo's bare error used to be printed. (Rank 1 dies in 1F0. Its receive 1RECV_F1 comes before
+    1F0, and it waits there for the message if shapes vary.)"""
     step = Step({"1F0": kill, "0F2": wait_until_told}, varies=varies)
     with running_ranks(RANKS, step, script) as running:
         running.wait_until_it_says(0, HERE)

@@ -124,8 +124,9 @@ def test_every_rank_hears_of_one_that_fails_between_steps(
 def test_every_rank_hears_of_one_that_is_killed_between_steps(
     script: Script, tmp_path: Path, where: str, call: int
 ) -> None:
-    """If a rank is killed between two steps, the first rank that loses its connection reports to
-    the others when and at which action it did. A killed rank cannot report anything by itself."""
+    """If a rank is killed between two steps, every other rank ends and names its own action and
+    time, or those of the first rank that lost a connection. A killed rank cannot report anything by
+    itself."""
     results = end_of(script, flags_of(where, tmp_path), BetweenSteps(where, kill, call))
     assert results[FAILING].exit_code == -signal.SIGKILL
     others = [results[rank] for rank in range(RANKS) if rank != FAILING]

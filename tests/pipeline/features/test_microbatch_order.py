@@ -386,8 +386,8 @@ def test_squared_lengths_are_those_of_the_packed_documents(monkeypatch: pytest.M
 
 
 def test_they_are_those_of_megatrons_own_samples() -> None:
-    """The costs by squared lengths use the same documents as Megatron's own samples, according to
-    the cu_seqlens that attention gets."""
+    """Costs by squared lengths use the lengths of documents that the cu_seqlens in Megatron's own
+    samples give."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=16,

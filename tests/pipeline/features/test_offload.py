@@ -102,9 +102,9 @@ def leaving(program: Program, rank: int) -> Counter[tuple[int, Held]]:
     ],
 )
 def test_gradients_are_those_without(spec: str, ranks: int, way: Offload) -> None:
-    """Gradients with activation offload equal those without it. Host buffers are pinned after the
-    first step, which shows their sizes, in the number that the program predicts, and in no later
-    step."""
+    """Gradients with activation offload equal those without it. The first step shows the sizes of
+    host buffers; after it, as many buffers are pinned as the program predicts, and no more after
+    later steps."""
     program = program_for(choose(spec), ranks, 4 * ranks, offload=way)
 
     def run(rank: int) -> int:

@@ -204,8 +204,8 @@ def test_training_is_the_same_to_the_last_bit(
 def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
     """The schedule zb-auto trains with offload within a memory limit, with an evaluation of one
     microbatch. With offload its first step used to end in a traceback, because the family ignored
-    the limit. A limit of 0.6x came to 0.6 microbatches in that evaluation, which ended the
-    training."""
+    the limit. A limit of 0.6x (60 % of 1F1B's peak) came to 0.6 microbatches in that evaluation,
+    which used to end the training."""
     sizes: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "global_batch_size": 8,
@@ -257,11 +257,12 @@ def add_product(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
 def test_gradients_that_a_kernel_adds_need_no_gradient_from_autograd(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainings with a fused kernel that adds weight gradients to main_grad equal those without
-    offload. While copies are planned, autograd returns another object for each saved tensor.
+    """Trainings with offload equal those without it if a fused kernel adds weight gradients to
+    main_grad. While copies are planned, autograd returns another object for each saved tensor.
     Megatron's layer used to mark that object, and not its weight, as one whose gradient is in
     main_grad, and to give autograd no gradient; with overlapped reductions Megatron's hook then
-    ended the training. (A split backward pass saves only the output layer's weight.)"""
+    ended the training. Under split backward passes the output layer's weight is the only one that
+    autograd saves."""
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)

@@ -132,7 +132,8 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
     place: Callable[[int], Placement],
 ) -> None:
     """Partial states of the gradient norm are passed from rank to rank, and the verdict comes back.
-    Sums of floats depend on their order, which is that of the ranks' first stages."""
+    They are added in the order of the ranks' first stages, since a sum of floats depends on its
+    order."""
     norms = [0.1, 0.2, 0.3, 1e17]
 
     def run(rank: int) -> list[PartialState]:
@@ -156,8 +157,9 @@ def test_states_go_along_the_chain_and_the_verdict_comes_back(
 
 
 def test_no_rank_waits_until_its_state_is_taken() -> None:
-    """A rank does not wait until the next rank takes its partial state. The next rank takes the
-    state later, because its part of the step ends later by the delay between neighbours."""
+    """A rank sends its partial state and does not wait until the next rank receives it. The next
+    rank receives the state at the end of its own part of the step, which is later by the delay
+    between neighbours."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))
@@ -190,8 +192,8 @@ def test_a_verdict_is_passed_back_by_a_rank_that_is_in_a_pass() -> None:
 
 
 def test_nothing_is_expected_where_nothing_is_pending() -> None:
-    """A rank expects no verdict if no earlier step awaits one: in the first step, in a step after
-    the verdict was taken outside a step, and in a step that restarts."""
+    """A rank expects no verdict if no earlier step awaits one: in the first step, in a step before
+    which the verdict was already received, and in a step that restarts."""
 
     def run(rank: int) -> None:
         messages = messages_of(rank, line(2))

@@ -377,8 +377,8 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
 ) -> None:
     """A pipeline whose sequences have a length that global rank 0 has not met estimates costs by
     its own sizes. Such a pipeline used to take global rank 0's costs in its first step. Rank 0,
-    which writes the costs file, did not know the other estimate, so the file had no costs by layer
-    type."""
+    which writes the costs file, did not know how the other pipeline's costs were estimated, so the
+    file had no costs by layer type."""
     monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
@@ -472,8 +472,8 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 
 def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single operations are timed only on a GPU whose data sheet is known. On the emulated GPU,
-    matrix products take three times the estimate, gathers twice, and experts have neither memory
-    nor a kernel."""
+    matrix products take three times the estimate, gathers take twice the estimate, and products of
+    experts cannot be timed."""
     model = Model(
         layers=("*-",) * 2,
         hidden_size=1024,

@@ -165,9 +165,9 @@ def test_a_race_changes_nothing_to_the_last_bit(
 def test_a_schedule_that_loses_is_dropped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule that runs one microbatch after the other, on one rank at a time, loses the race. A
-    race that only reports continues with the baseline. The prediction gives the baseline no bubble
-    here, so the gain of zb-h1 is reported as noise."""
+    """A schedule that runs one microbatch after the other, on one rank at a time, is dropped from
+    the race. After a race that only reports, the training continues under the baseline. The gain of
+    zb-h1 is reported as noise, because the prediction here gives the baseline no bubble."""
     for module in (rounds, step_race, race_texts):
         monkeypatch.setattr(module, "ROUNDS", 3)
     no_bubble = RaceFigures(0.0, 0.0, None, None, 1)
@@ -200,8 +200,9 @@ def test_a_schedule_that_loses_is_dropped(
 def test_the_next_start_knows_what_was_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The next start of a training knows the results of its race so far: the first round after a
-    checkpoint in the middle of the second, and the winner after the race."""
+    """A start of a training knows the results of its race so far. A start from a checkpoint in
+    the middle of the second round knows the first round, and a start after the race knows the
+    winner."""
     race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
     saved_at = step_race.FIRST + ROUND + 3
     iterations = saved_at + step_race.FIRST + ROUND + 2
@@ -362,7 +363,8 @@ def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
 ) -> None:
     """A candidate of a race that does not fit into host memory reserves none. Ranks that had enough
     memory used to go on counting the refused candidate's share, so the next candidate, which fits,
-    was refused. The refused program also counted as known, so it was not checked a second time."""
+    was refused. The refused program also used to count as known, so it was not checked a second
+    time."""
     free, gib = 8.5, 2**30
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")

@@ -103,8 +103,9 @@ def test_a_direction_in_which_a_rank_sends_nothing_is_as_its_neighbour_says() ->
 
 
 def test_real_values_are_rows_that_another_rank_has_sent() -> None:
-    """With real values, a rehearsed rank receives rows that another rank has sent. Each number
-    stays in its column, and the first row differs from message to message."""
+    """With real values, a rehearsed rank receives activations that another rank has sent. Each
+    token's row stays whole and the rows follow in the sent order, but each message begins with
+    another row."""
     sent = torch.arange(128 * 8.0).view(16, 8, 8)
     values = Values({}, received={FORWARD: sent})
     got = [torch.full((16, 8, 8), math.nan) for _ in "12"]

@@ -36,8 +36,9 @@ def test_passes_that_are_slower_after_a_wait_are_seen_in_a_replay(spec: str) -> 
 @nightly("a composed step is compared by day with passes that are slower after a wait")
 @pytest.mark.parametrize("spec", SCHEDULES.split())
 def test_a_composed_step_takes_as_long_as_a_real_one(spec: str) -> None:
-    """A composed step takes as long as a real one, in which passes sleep, to 1.3 %. Each
-    microbatch's own seconds are used, because medians lose up to 3 %."""
+    """A composed step takes as long as a real one, in which passes sleep, to 1.3 %. Each pass has
+    the seconds of its own microbatch: medians over the microbatches make a step up to 3 % too
+    short."""
 
     def is_as_long(found: Composed) -> bool:
         return abs(found.error) < 0.013 and abs(found.error_of_replay) < 0.010

@@ -101,9 +101,9 @@ def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
 def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks that wait for a rank without settings give an error earlier than torch's timeout of a
-    collective. In a launch whose rank 0 had no settings, the others used to wait 580 s for it,
-    nearly torch's timeout."""
+    """If a rank does not tell its settings, the ranks that wait for it end with an error, earlier
+    than by torch's timeout of a collective. In a launch whose rank 0 had no settings of
+    megatron_ext, the others used to wait 580 s for it, nearly torch's timeout."""
     monkeypatch.setattr(launch_facts_module, "patience", lambda timeout: timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
 

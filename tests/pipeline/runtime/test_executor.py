@@ -260,8 +260,8 @@ def test_evaluation_with_varying_shapes_does_not_hang(microbatches: int) -> None
 )
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])
 def test_steps_over_the_same_channels(place: Place, varies: bool, p2p: P2P) -> None:
-    """A training step, an evaluation with more microbatches than sends may be pending, and a
-    training step run over the same channels."""
+    """A training step, an evaluation and another training step run over the same channels. The
+    evaluation has more microbatches than sends may be pending."""
     train = program_for(as_file(greedy(place(3), 4, True)), 3, 4, p2p=p2p)
     evaluate = program_for(as_file(greedy(place(3), 9, True)), 3, 9, True, p2p)
 

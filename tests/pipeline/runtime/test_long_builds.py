@@ -160,10 +160,11 @@ def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 def test_one_rank_searches_and_each_proves_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under v-auto one rank searches, and each rank proves each program once. On 4 ranks all ranks
-    used to search before there were process groups, and at the first step once more for each place
-    of the output layer's weight gradient. The second search was not recognized as the same, because
-    its job was described without the arguments."""
+    """Under v-auto one rank searches, and each rank proves each program once. On 4 ranks all
+    ranks used to search before there were process groups, and again at the first step: once with
+    the output layer's weight gradient computed in W and once with it computed in I. The second
+    search was not recognized as the same, because the description of its job lacked Megatron's
+    arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)
     file, jobs = tmp_path / "notes", tmp_path / "jobs"

@@ -69,9 +69,10 @@ def test_a_rank_has_batch_scheduling() -> None:
 
 
 def test_calls_of_a_rank_map_no_memory() -> None:
-    """Calls within a rank map no memory in the steady state. Python maps a chunk for its frames,
-    and unmaps it, each time that calls cross the chunk's end, which without a remedy would happen
-    several times in each descent of this test."""
+    """Calls within a rank map no memory in the steady state. Python stores the frames of calls in
+    chunks of memory, and maps or unmaps a chunk each time that calls cross its end. Without the
+    remedy in `tests.helpers.ranks` this would happen several times in each recursion of this
+    test."""
 
     def descend(left: int) -> int:
         return left and descend(left - 1)

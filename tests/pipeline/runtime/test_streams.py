@@ -37,8 +37,8 @@ def test_memory_of_offloaded_storages() -> None:
     """The emulated streams find two former defects, whose fixes are removed here. No run on a CPU
     or with one stream had shown them, and both gave wrong numbers without an error. Reloaded
     activations used to be freed for the next pass while the stream of the shared experts still read
-    them. Memory without references went to the next pass while the copy that reloaded it still
-    wrote."""
+    them. Memory to which no tensor refers any more used to be given to the next pass while a copy
+    from the host still wrote to it."""
     allocator, unread = (
         next(fault for name, fault in seen().items() if part in name)
         for part in ("_tell_allocator", "storages that no tensor refers to")

@@ -170,9 +170,9 @@ def test_a_step_that_is_not_compared_says_why(
 def test_passes_of_a_step_that_megatron_saves_are_noticed(
     interval: int | None, saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step whose gradients Megatron is about to save (save_dgrads_interval) is recognized.
-    Megatron hooks this to Transformer Engine's layers, which no training in these tests has, so
-    only the decision is tested."""
+    """The comparison recognizes a step whose gradients Megatron is about to save
+    (--save-dgrads-interval). Megatron saves them by hooks on Transformer Engine's layers, which no
+    training in these tests has, so only the decision is tested."""
     args = SimpleNamespace(save_dgrads_interval=interval)
     monkeypatch.setattr(compared_step, "training_global", lambda name: args)
     monkeypatch.setattr(compared_step, "current_iteration", lambda: 5)

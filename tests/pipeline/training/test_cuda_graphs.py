@@ -151,8 +151,8 @@ def test_training_is_stocks_to_the_last_bit(
 @pytest.mark.usefixtures("graphs")
 def test_settings_do_the_same_with_graphs_as_without(schedule: str, more: Flags) -> None:
     """A training with CUDA graphs of layers equals the one without them under further settings:
-    batched messages, a split vocabulary, recompute. With a split vocabulary, a gradient that is
-    sent is also used by passes of the vocabulary."""
+    batched messages, a split vocabulary, recompute. With a split vocabulary, passes of the
+    vocabulary use a gradient that is also sent to another rank."""
     words = flags("dense", pipeline_schedule=schedule, **more)
     reference = train(2, words, model_provider=drawn_by_name)
     assert_same(with_graphs("dense", "mlp", schedule, **more), reference)

@@ -102,7 +102,8 @@ def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
 def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
     """A script's own data loaders train and are saved under our schedules as under stock. Under a V
     the run used to end with exit code 0 and without a step. Under all other schedules the first
-    save failed before the model was written, and so did an iteration that is skipped."""
+    save used to fail before the model was written, and an iteration of --iterations-to-skip failed
+    too."""
     reference, states = stock(size)
     assert len(set(losses(reference))) == 3 and len(evaluations(reference)) == 2
     assert states == [{"microbatches": 2 * (2 if "dp2" in size else 4)}] * len(states)
@@ -150,8 +151,9 @@ def stocks_sets(**flags: Any) -> list[Run]:
 def test_several_validation_sets(schedule: str, tmp_path: Path) -> None:
     """Two validation sets get stock's losses. A V used to print the same loss for both: each set
     was evaluated on the tokens of one set and the labels of another, or of none. With data
-    parallelism the job hung, because global rank 0 had loaders that its peers lacked. The second
-    chunk's test set had as many samples as the first chunk's validation sets."""
+    parallelism the job hung, because global rank 0 had loaders that its peers lacked. The test set
+    of a rank's second chunk used to have as many samples as the validation sets of the first
+    chunk."""
     reference = stocks_sets()
     assert len(set(evaluations(reference))) == 2
     flags = sets() | {"data_cache_path": tmp_path / "cache", "pipeline_schedule": schedule}
@@ -251,8 +253,8 @@ def test_a_pending_step_is_run_again_where_stages_are_the_same(
     saver: str | None, loader: str
 ) -> None:
     """A checkpoint with a pending repetition of a step resumes under a schedule with the same
-    stages, and Megatron repeats the step. Both runs use the same device here, which Megatron
-    notices: it says that the job has to be resumed once more."""
+    stages, and Megatron repeats the step. The repetition needs another device. Both runs use
+    the same one here, so Megatron ends with the request to resume once more (exit code 16)."""
     flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
     for result in train_or_fail(2, model_flags(**PIPELINE | flags)):
         assert result.error.endswith("SystemExit: 16\n"), result.error

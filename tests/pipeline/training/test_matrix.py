@@ -280,8 +280,9 @@ def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
     room: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The output layer's weight gradient is deferred to W only if there is memory for its logits.
-    Under the schedule zb-h1 all ranks store the same amount, so without a limit in bytes the last
-    rank has no memory left. The numbers are stock's in both cases."""
+    Under the schedule zb-h1 all ranks store equally many activations, so the last rank has memory
+    for logits only if a limit in bytes allows more than that. The numbers are stock's with and
+    without such a limit."""
     limit = {"pipeline_memory_limit": "60GiB"} if room else {}
     ours: Flags = {"pipeline_schedule": "zb-h1", "pipeline_report_split": True, **limit}
     PIPELINE.start_as_stock(**ours)

@@ -1,10 +1,11 @@
 """Runs Megatron's own unit tests of its pipeline schedules with our schedules in place of
 Megatron's.
 
-Megatron's test file runs on eight ranks as it is, except for the changes of `OursInPlace`: a test
-asserts which function it gets, one calls stock's function by name, and seven microbatches on four
-ranks are an error of stock's only. Two tests create process groups in each pipeline separately,
-under one name; gloo, unlike NCCL, would connect these groups to one another.
+Megatron's test file runs on eight ranks as it is, except for what `OursInPlace` changes: one test
+asserts which function it gets, another calls stock's function by name, and a step of seven
+microbatches on four ranks, for which a test expects an error, runs under our schedules. Two tests
+create process groups in each pipeline separately, under one name; gloo, unlike NCCL, would connect
+these groups to one another.
 """
 
 from __future__ import annotations

@@ -196,11 +196,11 @@ def test_a_v_is_stocks_and_its_devices_keep_one_order(tmp_path: Path) -> None:
 @nightly("test_a_v_is_stocks_and_its_devices_keep_one_order")
 @pytest.mark.parametrize("otherwise", ["one_event", "many_streams"])
 def test_the_model_of_streams_finds_a_wrong_order(otherwise: str, tmp_path: Path) -> None:
-    """The model of device streams finds a wrong order of collectives. Megatron-LM's issue 1810
-    suspects one event that orders two streams. One event for each plan on two streams gives no
-    wrong order. One event for all plans gives none either, but then nothing overlaps, as each node
-    waits for the latest one. A separate stream for each all-to-all gives a wrong order: nothing
-    orders the all-to-alls of two overlapped passes."""
+    """The model of device streams finds a wrong order of collectives if each all-to-all has a
+    separate stream, because nothing then orders the all-to-alls of two overlapped passes. Megatron
+    orders two streams by one event for each plan. Its issue 1810 suspects that event, but the model
+    finds no wrong order with it. If all plans share one event, no order is wrong either, but
+    nothing overlaps, as each node waits for the latest one."""
 
     def on_ranks(rank: int) -> list[Run]:
         note_steps(tmp_path, **{otherwise: True})

@@ -97,8 +97,8 @@ def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
 
 @pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
-    """--overlap-grad-reduce works under the schedule zb-h1. The first step does not overlap,
-    because Megatron learns the order of its buckets in it; steps 1 to 3 do."""
+    """--overlap-grad-reduce works under the schedule zb-h1. The first of the four steps does not
+    overlap, because Megatron learns the order of its buckets in it; the other three do."""
     compare(4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4)
 
 

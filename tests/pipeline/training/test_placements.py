@@ -168,7 +168,7 @@ def test_what_auto_takes_is_stock_to_the_last_bit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The schedule that `auto` chooses trains as stock to the last bit. One rank chooses and
-    searches for all ranks. Megatron keeps the virtual stages of a chosen linear schedule."""
+    searches for all ranks. `auto` keeps the number of virtual stages that the command gives."""
     shorten_search(monkeypatch)
     SETTINGS[setting].saved()
     capfd.readouterr()

@@ -248,7 +248,7 @@ def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path
 def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with fewer microbatches than the measured ones runs the program for equal costs. Here
+    """A step with fewer microbatches than the measured steps runs the program for equal costs. Here
     a caller runs such a step between two steps of the program for different costs, and all numbers
     are stock's."""
     numbers = [len(PLACES)] * (STEPS + 1) + [2, len(PLACES)]

@@ -2,8 +2,8 @@
 
 Weights are drawn by their names, so that a model has the same initial weights under any placement.
 Every stage recomputes every microbatch, the last stage too. Compared are losses, those of
-multi-token prediction and of experts, parameters and optimizer tensors. A router's counts are
-contained in its biases.
+multi-token prediction and of experts, parameters and optimizer tensors. A router's counts of tokens
+are compared through its biases, which depend on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tests of a process that trains a second time, on new process groups.
 
 Megatron's --inprocess-restart does so, and callers that catch an error. Channels, watchdog,
-programs and counts of observers used to live as long as the process, so the second training met
-those of the first: it sent messages to groups that no longer existed.
+programs, and the step counts of traces and measurements used to live as long as the process, so the
+second training met those of the first: it sent messages to groups that no longer existed.
 """
 
 from __future__ import annotations

@@ -150,8 +150,9 @@ NOT_SWITCHED = {
 
 @nightly("it collects all tests, a minute long")
 def test_each_setting_that_recipes_count_is_switched_off_or_named() -> None:
-    """Every setting that recipes use and marks count is in `MARKED` or in `NOT_SWITCHED`, or has a
-    witness. Each test in `MARKED` has the mark of its setting."""
+    """Every setting that recipes use and that marks of tests name is in `MARKED` or in
+    `NOT_SWITCHED`, or has a witness: a function whose call shows that the setting is on. Each test
+    in `MARKED` has the mark of its setting."""
     models = read_models()
     recipes = [resolve(name, raw, models) for name, raw in read_recipes(RECIPES).items()]
     used = {feature for recipe in recipes for feature in features_of(recipe)}
