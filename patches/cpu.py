@@ -399,7 +399,7 @@ def patches() -> tuple[Patch, ...]:
         replace(
             "torch:Tensor.cuda",
             lambda tensor, *args, **kwargs: tensor,
-            reason="Megatron moves tensors to the GPU by cuda(), and without a GPU they stay",
+            reason="Megatron calls cuda() of tensors; without a GPU they stay where they are",
         ),
         replace(
             "torch:Tensor.record_stream",
@@ -435,7 +435,7 @@ def patches() -> tuple[Patch, ...]:
         replace(
             "megatron.training.utils.common_utils:get_device_arch_version",
             lambda: 10,
-            reason="from architecture version 10 on Megatron needs no CUDA_DEVICE_MAX_CONNECTIONS",
+            reason="without a GPU, Megatron must not require CUDA_DEVICE_MAX_CONNECTIONS=1",
         ),
         wrap(
             "megatron.core.datasets.utils:compile_helpers",
@@ -452,7 +452,7 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
             _on_host,
-            reason="MoE's all-to-all needs an array, which Megatron makes of GPU tensors only",
+            reason="MoE's all-to-all needs numpy arrays, which Megatron makes only of GPU tensors",
             signature="(tensor, as_numpy=False, record_stream=False)",
         ),
         wrap(
@@ -463,7 +463,7 @@ def patches() -> tuple[Patch, ...]:
         wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             _norm,
-            reason="torch's norms refuse sequence parallelism, which needs only an attribute",
+            reason="Megatron refuses torch's norms for sequence parallelism; an attribute suffices",
         ),
         wrap(
             "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"

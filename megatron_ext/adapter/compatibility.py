@@ -121,13 +121,13 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
     """
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, (first, *_) in _in_order(schedule, Kind.BACKWARD_WEIGHT).items():
-        begun = forwards[stage][0].microbatch
-        if first.microbatch != begun:
+        begun = forwards[stage][0]
+        if first.microbatch != begun.microbatch:
             raise ValueError(
-                f"{schedule.name}: its first weight gradient on stage {stage} is {first}; "
-                "Transformer Engine overwrites the sum of weight gradients with that of the "
-                f"stage's first forward pass, which is of microbatch {begun}: run the weight "
-                f"gradient of microbatch {begun} first, or add --no-gradient-accumulation-fusion"
+                f"{schedule.name}: the first weight gradient on stage {stage} is {first}, but the "
+                f"stage's first forward pass is {begun}, whose weight gradient Transformer Engine "
+                "writes over those that were added before: run "
+                f"{begun._replace(kind=first.kind)} first, or add --no-gradient-accumulation-fusion"
             )
 
 

@@ -135,8 +135,8 @@ class _Frequency:
         flag = argument_flag(self.setting)
         if value == 0:
             raise ValueError(
-                f"{flag} 0: the frequency means one layer in so many, and there is no layer in "
-                "zero; write 1 or more"
+                f"{flag} 0: a frequency of N means one layer in every N, so N cannot be 0; write "
+                "1 or more"
             )
         if not isinstance(value, list):
             return

@@ -208,8 +208,8 @@ def job_costs(
             costs = given.with_slices_of(estimated)
             if estimated.no_estimate and not given.slices.attention:
                 raise ValueError(
-                    f"{flag('costs')} {source} does not say which share of a pass is attention, "
-                    f"which slices share unequally, and there is no estimate: "
+                    f"{flag('costs')} {source} lacks attention's share of the passes, without "
+                    "which the times of slices are unknown, and there is no estimate: "
                     f"{estimated.no_estimate}; add the share, as in "
                     f"f=10,i=12,w=8,comm=1,attention=0.3"
                 )

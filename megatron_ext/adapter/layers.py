@@ -59,7 +59,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         uneven += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
         raise ValueError(
             f"{settings.num_layers} layers cannot be split evenly over {stages} stages{uneven}; "
-            f"say which stage has which: --pipeline-model-parallel-layout "
+            f"give each stage's layers in a layout: --pipeline-model-parallel-layout "
             f"'{even_layout_text(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]
@@ -100,7 +100,8 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
         raise ValueError(
             f"the hybrid layer pattern {pattern} has {counted(len(segments), 'pipeline segment')}, "
             f"and schedule {schedule} has {stages} stages on {placement.ranks} pipeline ranks: "
-            f"give it as many, as in --hybrid-layer-pattern '{SEGMENT_END.join(even)}'"
+            f"give the pattern {stages} segments, as in "
+            f"--hybrid-layer-pattern '{SEGMENT_END.join(even)}'"
         )
     return segments
 

@@ -113,7 +113,9 @@ class _Comparison:
             ranks[digest].append(rank)
         if len(ranks) > 1:
             made = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
-            raise RuntimeError(f"{self.fault} from {schedule}: {made}; {self.remedy}")
+            raise RuntimeError(
+                f"{self.fault} from {schedule}: programs with the digest {made}; {self.remedy}"
+            )
 
 
 _WHEN_BUILT = _Comparison(

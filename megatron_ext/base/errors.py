@@ -26,13 +26,13 @@ FIRST_SECONDS = 3.0
 RECENT_SECONDS = 60.0  # seconds within which all ranks of a launch make the same mistake
 
 
-def without_torch(what_needs: str, error: Exception) -> ValueError:
+def without_torch(work: str, error: Exception) -> ValueError:
     """Return the error that torch cannot be imported.
 
-    ``what_needs`` is its beginning, such as "a training needs".
+    ``work`` names what cannot be done, such as "a training".
     """
     return ValueError(
-        f"{what_needs} torch, which cannot be imported here: {error}; run this where torch is "
+        f"{work} needs torch, which cannot be imported here: {error}; run this where torch is "
         f"installed, such as in the container of the training"
     )
 

@@ -44,7 +44,10 @@ def doctor(
     ] = None,
     world_size: WorldSize = None,
     patches: Annotated[
-        bool, typer.Option("--patches", help="Without a JOB: list each patch and whether it fits.")
+        bool,
+        typer.Option(
+            "--patches", help="Without a JOB: list each patch, and whether it fits this Megatron."
+        ),
     ] = False,
     versions: Annotated[
         bool,
@@ -88,7 +91,7 @@ def check_doctor(job: JobArgument | None, given: Sequence[str]) -> None:
     of_job, of_environment = ("--gpu", "--world-size"), ("--patches", "--versions")
     if job is not None and job.kind is JobKind.SIZES:
         raise ValueError(
-            f"{shown(job.word)}: doctor checks a launch, and sizes such as pp=8,m=64 are none; "
+            f"{shown(job.word)}: doctor checks launches, and these are only the sizes of one; "
             "write a launch command behind --, or use megatron-ext plan for sizes"
         )
     wrong = [name for name in given if name in (of_job if job is None else of_environment)]
@@ -106,7 +109,8 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
     try:
         if OVERLAP in words:
             raise ValueError(
-                f"{OVERLAP}: there is no JOB to check, and no patch depends on it; drop {OVERLAP}"
+                f"{OVERLAP}: there is no JOB to check, and no patch depends on this flag; drop "
+                f"{OVERLAP}"
             )
         config: PipelineConfig = from_argv(words)
         with silently(), quickly():

@@ -43,7 +43,9 @@ _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 Iterations = Annotated[
     int,
     typer.Option(
-        min=1, help="Number of iterations of each run; at least 2 for a loss that changes."
+        min=1,
+        help="Number of iterations of each run. Take 2 or more: the first loss precedes any "
+        "update.",
     ),
 ]
 

@@ -64,8 +64,9 @@ def rehearse(
         bool,
         typer.Option(
             "--replay",
-            help="Run each rank once more, with its messages at the times of the composed step. On "
-            "a GPU a message that waits occupies as many thread blocks as NCCL would.",
+            help="Run each rank once more, with its messages at the times of the step that is "
+            "composed of all rehearsed ranks. On a GPU a message that waits occupies as many "
+            "thread blocks as NCCL would.",
         ),
     ] = False,
     without_blocks: Annotated[

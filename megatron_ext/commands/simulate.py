@@ -94,8 +94,8 @@ def simulate(
             min=0,
             max=LONGEST,
             metavar="SECONDS",
-            help="Search so long for a lower bound of the makespan, and print how much shorter "
-            "than this schedule any other could be.",
+            help="Time to search for a lower bound of the makespan. Prints by how much, at most, "
+            "the makespan of another schedule could be shorter than this one's.",
         ),
     ] = None,
     noise: Annotated[

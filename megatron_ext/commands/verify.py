@@ -57,8 +57,8 @@ def verify(
         of_step = resolved.microbatches if microbatches is None else microbatches
         if ranks is None or of_step is None:
             raise ValueError(
-                f"{spec} makes a schedule for any number of ranks and microbatches: add --pp P "
-                f"and -m M, those of your launch"
+                f"{spec} makes a schedule for any number of ranks and microbatches: add "
+                "--pp P and -m M with the numbers of your launch"
             )
         placement = resolved.place(ranks)
         cut = Slices(resolved.slices or 1)

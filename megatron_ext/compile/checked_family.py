@@ -130,9 +130,9 @@ class CheckedFamily:
         late = next((action for action in actions if action.kind in _SPLIT), None)
         if late is not None and not self.splits_backward:
             raise self._error(
-                f"{self.name} makes {late}, a part of a split backward pass, and does not declare "
-                "that; write @family(..., splits_backward=True), or the model's layers do not "
-                "split their backward passes"
+                f"{self.name} makes {late}, a part of a split backward pass, but the model's "
+                "layers split their backward passes only for a family that declares it; write "
+                "@family(..., splits_backward=True)"
             )
 
     def _error(self, text: str) -> ValueError:

@@ -121,8 +121,8 @@ def _check_growth(
     for rank, (less, more, bound) in enumerate(zip(before, held, most, strict=True)):
         if less < more > bound:
             raise HoldsMore(
-                f"rank {rank} holds more memory with each microbatch, and with {microbatches} of "
-                f"them {bytes_text(more - bound)} more than it may"
+                f"the memory of rank {rank} grows with each microbatch, and with {microbatches} "
+                f"microbatches exceeds the rank's limit by {bytes_text(more - bound)}"
             )
 
 

@@ -234,8 +234,8 @@ def _named(spec: str) -> str:
         return spec
     if len(searches) > 1:
         raise ValueError(
-            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for the costs and "
-            f"the memory limit: write one of {', '.join(searches)}"
+            f"schedule {spec} stands for several searches, among which only a launch or "
+            f"'megatron-ext simulate' can choose; write one of {', '.join(searches)}"
         )
     return searches[0]
 

@@ -174,7 +174,7 @@ class Gpu:
         if not linear:
             able = ", ".join(name for name, gpu in GPUS.items() if gpu.can(precision))
             raise ValueError(
-                f"--gpu: this GPU has no tensor cores for {precision}; plan for one of {able}"
+                f"--gpu: this GPU has no tensor cores for {precision}; name one of {able}"
             )
         is_before_blackwell = not sheet.fp4
         return Rates(
@@ -268,10 +268,10 @@ _MOST_RANKS = 100_000
 _SIZE = re.compile(r"(\d+)gb?")  # Memory in the name that a driver gives a GPU: 40GB, 144G
 
 _EXAMPLE = (
-    f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
-    f"memory=80GiB (floating-point operations and bytes of messages per second), and host=25e9, "
-    f"bytes to the host or back, where activations are to leave, peers=300e9, bytes to the other "
-    f"tensor-parallel ranks"
+    f"write one of {', '.join(GPUS)}, or your GPU's rates and memory: operations=400e12,bytes=40e9,"
+    "memory=80GiB (floating-point operations and bytes of messages per second); host=25e9 adds the "
+    "bytes per second to or from the host, for offload, and peers=300e9 those to the other "
+    "tensor-parallel ranks"
 )
 # The rates assumed if the GPU is not known.
 GPU = GPUS["h100"].rates()

@@ -96,9 +96,9 @@ _MOST_LAYERS, _MOST = 100_000, 10**12
 
 _BOOLEANS = {"true": True, "false": False}
 _EXAMPLE = (
-    "write layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and what differs of "
-    "micro-batch=1,ffn=24576,kv-heads=48,head-width=128,gated=false,tied=false,recompute=false,"
-    "precision=bf16"
+    "write layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000, and those of the "
+    "following that differ: micro-batch=1,ffn=24576,kv-heads=48,head-width=128,gated=false,"
+    "tied=false,recompute=false,precision=bf16"
 )
 
 

@@ -86,9 +86,9 @@ _TRAINED = {
     "none": TowerTraining.NOTHING,
 }
 _EXAMPLE = (
-    f"write one of {', '.join(_TYPES)}, or layers=27,hidden=1152,heads=16,ffn=4304, and behind it "
-    f"tokens=4096 (the tower's tokens for each sample), and trained=projector or trained=none if "
-    f"the tower is frozen"
+    f"write one of {', '.join(_TYPES)}, or layers=27,hidden=1152,heads=16,ffn=4304; add "
+    "tokens=4096 for the tower's tokens of a sample, and trained=projector or trained=none if the "
+    "tower is frozen"
 )
 
 

@@ -283,8 +283,9 @@ def _of_slurm(env: Mapping[str, str], name: str, default: str = "") -> str:
         if name in env:
             found = f"is {value!r}, which is no number"
         raise ValueError(
-            f"{name} {found}: srun sets both for each rank; launch the ranks with srun or "
-            f"torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            f"{name} {found}: srun sets all variables of SLURM for each rank; launch the ranks "
+            f"with srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            f"MASTER_PORT"
         )
     return value
 
@@ -315,7 +316,7 @@ def _has_gpu() -> bool:
     try:
         import torch
     except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
-        raise without_torch("a training needs", error) from error
+        raise without_torch("a training", error) from error
     return torch.cuda.is_available()
 
 

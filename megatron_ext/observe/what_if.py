@@ -278,7 +278,9 @@ def _tried(
     if free.step < (1 - _WORTH) * (stock if within is None else within).step:
         yield free
     elif within is None:
-        raise ValueError("the schedule needs more memory than Megatron's, and is no faster")
+        raise ValueError(
+            "the schedule needs more memory than Megatron's own schedule, and is no faster"
+        )
 
 
 def _prospect(name: str, program: Program, traced: TracedCosts, stock: Prospect | None) -> Prospect:

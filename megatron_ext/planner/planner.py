@@ -9,6 +9,7 @@ with the reason.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,6 @@ SpecWithMethod = tuple[str, VocabMethod]  # spec of a schedule, and method for i
 
 _MATURITIES = tuple(Maturity)  # maturities in the order of comparison: stable schedules come first
 SEARCHED = 2  # number of searches that are run for each vocabulary method
-_WHATEVER = ", whatever its order"  # end of a refusal whose bound holds for every order of passes
 NO_TIME = "not compared: the time of the plan was over"
 
 
@@ -268,8 +268,8 @@ def _check_promising(
     problem = variant.problem
     if variant.resolved.traits.searches and method is not best.method:
         raise ValueError(
-            f"is searched for only with the vocabulary partitioned as in {best.schedule}, the "
-            "best schedule so far"
+            f"searches run only with the vocabulary partitioned as in {best.schedule}, the best "
+            "schedule so far"
         )
     if problem.options.pairs:  # no lower bound of steps with overlapped passes is known
         return
@@ -282,7 +282,8 @@ def _check_promising(
     bound = least_time(problem, variant.resolved.traits.splits_backward)
     if bound > best.step:
         raise ValueError(
-            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"
+            f"every order of the passes takes at least {bound / best.step - 1:.1%} more time than "
+            f"{best.schedule}"
         )
 
 
@@ -290,12 +291,11 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
     """Raise ValueError if the placement of ``variant`` is not that of the ``best`` schedule."""
     if variant.problem.placement != best.variant.problem.placement:
         raise ValueError(
-            "is not searched for, since schedules are only searched for on the placement of "
-            f"{best.schedule}, the best schedule so far"
+            f"searches run only on the placement of {best.schedule}, the best schedule so far"
         )
 
 
 def without_figures(why: str) -> str:
     """Return the reason of a schedule's refusal without its numbers, so that equal reasons are
     equal."""
-    return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why
+    return re.sub("(takes) at least .*( more time than) .*", r"\1\2 another schedule", why)

@@ -210,8 +210,8 @@ def _refuse_without_blocks(request: RehearsalRequest) -> None:
         return
     if not request.replays:
         raise ValueError(
-            "--without-blocks: messages only wait in a replay; write --replay too, or drop "
-            "--without-blocks"
+            "--without-blocks: only in a replay do messages wait and occupy thread blocks; add "
+            "--replay, or drop --without-blocks"
         )
     if request.is_cpu:
         raise ValueError(

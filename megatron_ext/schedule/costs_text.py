@@ -70,7 +70,10 @@ LEAST, MOST = 1e-18, 1e18
 _DEFERRED = "output weight inputs"
 _SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 
-_EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per message) or a file"
+_EXAMPLE = (
+    "write f=10,i=12,w=8,comm=1 (one microbatch on all stages of a rank; comm per message) or a "
+    "file"
+)
 
 
 def format_costs(costs: Costs) -> str:
@@ -233,7 +236,8 @@ def _with_slices(
         if len(values) not in (0, 1, costs.stages):
             raise ValueError(
                 f"costs {what}: {key} is the time of a slice that does not depend on its length: "
-                f"one number of a full rank, or one number per stage, not {_joined(values)}"
+                f"one number for all stages of a rank, or one number per stage, not "
+                f"{_joined(values)}"
             )
         if values:
             fixed[kind] = _per_stage(values, placement, what)
@@ -276,10 +280,10 @@ def _tables(
         is_table = key in _TABLES and isinstance(rows, list) and len(rows) == stages
         if not is_table or any(not isinstance(r, list) or len(r) != stages for r in rows):
             raise ValueError(
-                f"costs {what}: write one number, one number per stage, or tables by "
-                f"{_listed(_TABLES)} (the kind of backward pass) with a row for each stage of the "
-                "forward pass and in it a number for each stage of the backward pass; there are "
-                f"{counted(stages, 'stage')}"
+                f"costs {what}: this is neither a number, nor one number per stage, nor tables "
+                f"under the keys {_listed(_TABLES)} (the kind of backward pass); write in each "
+                "table a row for each stage of the forward pass, with a number for each stage of "
+                f"the backward pass; there are {counted(stages, 'stage')}"
             )
         for row in rows:
             _check_figures(what, row)
@@ -557,7 +561,7 @@ def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple
     if len(figures) != placement.stages:
         raise ValueError(
             f"costs {what}: {len(figures)} figures for {placement.stages} stages; give one figure "
-            f"per microbatch of a full rank, or one per stage"
+            f"for a microbatch on all stages of a rank, or one figure per stage"
         )
     return tuple(float(figure) for figure in figures)
 

@@ -139,8 +139,8 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     count = len(sums) // 2
     if count < per_step:
         raise ValueError(
-            f"{file} has {counted(count, 'microbatch')}, and the replicas of one step have "
-            f"{counted(per_step, 'microbatch')}: give at least as many lines"
+            f"{file} has {counted(count, 'microbatch')}, and a step of all replicas has "
+            f"{counted(per_step, 'microbatch')}: give at least {per_step} lines"
         )
 
     def by_step(of_microbatches: array[float]) -> Floats:
@@ -202,7 +202,7 @@ def _sequences(document: _Document) -> list[float]:
 def _rows(file: Path) -> Iterator[tuple[int, list[_Document]]]:
     """Yield the number and the documents of each line of ``file`` that is not empty."""
     if not file.is_file():
-        raise ValueError(f"microbatch costs {shown(str(file))!r} are no file; {_EXAMPLE}")
+        raise ValueError(f"microbatch costs {shown(str(file))!r} name no file; {_EXAMPLE}")
     if (size := file.stat().st_size) > _LARGEST:
         raise ValueError(
             f"microbatch costs {shown(str(file))} have {bytes_text(size)}, and at most "
@@ -241,7 +241,8 @@ def _padded(file: Path, line: int, documents: list[_Document], tokens: int) -> l
     length = sum(map(sum, documents))
     if length > tokens:
         raise ValueError(
-            f"{file}, line {line}: {length:g} tokens, and a microbatch of this launch has {tokens}"
+            f"{file}, line {line}: {length:g} tokens are too many, as a microbatch of this launch "
+            f"has {tokens}"
         )
     *others, (*parts, last) = documents
     return [*others, (*parts, last + tokens - length)]

@@ -245,7 +245,8 @@ class Problem:
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(
                 f"offload {offload}: the costs ({self.costs.origin}) lack the times of copies to "
-                "the host and back: add d2h= and h2d=, seconds per microbatch of a full rank"
+                "the host and back: add d2h= and h2d=, seconds for a microbatch on all stages of "
+                "a rank"
             )
         if offload is Offload.FIT and self.memory_limit is None:
             raise ValueError(

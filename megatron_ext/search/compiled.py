@@ -502,7 +502,10 @@ def _cached(folder: Path) -> Callable[..., int]:
             has files that numba must not load.
     """
     if (foreign := disk_cache.foreign_file(folder)) is not None:
-        raise OSError(f"numba did not write {foreign.name} in it, or others may change that file")
+        raise OSError(
+            f"{foreign.name} in this folder is too large, no plain file, or one that other users "
+            "could have written"
+        )
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # closing it keeps numba from using a folder next to this file

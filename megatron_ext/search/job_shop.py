@@ -430,8 +430,8 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
     if longest * placement.stages > _MOST_TICKS * tick:
         raise ValueError(
             f"costs: a message takes {longest / work:.3g} times as long as the passes of a "
-            "microbatch on a rank, and no search can count so long a time in its ticks: write "
-            "all costs in one unit"
+            "microbatch on a rank, which is too long for the unit of time in which searches "
+            "count: write all costs in one unit"
         )
     # A pass that costs nothing still takes one tick, so that its place in the order is defined.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]

@@ -43,7 +43,6 @@ _AS_BEFORE = (
     "train one step under the old command with --dist-ckpt-optim-fully-reshardable and --save, and "
     "load that; or add --no-load-optim, which loads the weights alone"
 )
-_WEIGHTS_ALONE = "or add --no-load-optim, which loads the weights alone"
 _SCHEDULER = {
     "max_lr": "the learning rate",
     "min_lr": "the smallest learning rate",
@@ -122,6 +121,13 @@ class DoesNotLoad(ValueError):
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
         self.fix = fix
+
+
+class _StatesDoNotLoad(DoesNotLoad):
+    """Error: the launch command loads the checkpoint's weights, but not its optimizer states."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, f"{fix}, or add --no-load-optim, which loads the weights alone")
 
 
 def judge_loading(command: Command, *, flag: str = "--load") -> LoadJudgement:
@@ -233,8 +239,13 @@ def _check_states(saved: SavedTraining, command: Command, found: list[ModelDiffe
     check_stages(saved, command)
     if not _fits_one_placement(saved):
         return
+    kind = saved.metadata.get(_KIND)
     for difference in found:
-        raise DoesNotLoad(f"{_states(saved)} the model that was saved: {difference}", _AS_BEFORE)
+        raise DoesNotLoad(
+            f"the checkpoint's optimizer states ({kind}) fit only the model that was saved: "
+            f"{difference}",
+            _AS_BEFORE,
+        )
     _check_buffers(saved, command.args)
 
 
@@ -256,47 +267,43 @@ def _fits_one_placement(saved: SavedTraining) -> bool:
     return kind not in (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats)
 
 
-def _states(saved: SavedTraining) -> str:
-    return f"the checkpoint's optimizer states ({saved.metadata.get(_KIND)}) fit only"
-
-
 def _check_optimizer(training: SavedTraining, args: Any) -> None:
     saved, kind = training.args, training.metadata.get(_KIND)
     if bool(kind) != bool(args.use_distributed_optimizer):
-        was, now = ("with", "without") if kind else ("without", "with")
-        verb = "add" if kind else "drop"
-        raise DoesNotLoad(
-            f"--use-distributed-optimizer: the checkpoint's optimizer states were saved {was} "
-            f"this flag, and the command trains {now} it",
-            f"{verb} --use-distributed-optimizer, {_WEIGHTS_ALONE}",
+        with_or_without, lacks_or_has = ("with", "lacks") if kind else ("without", "has")
+        add_or_drop = "add" if kind else "drop"
+        raise _StatesDoNotLoad(
+            "--use-distributed-optimizer: the checkpoint's optimizer states were saved "
+            f"{with_or_without} this flag, and the command {lacks_or_has} it",
+            f"{add_or_drop} --use-distributed-optimizer",
         )
     if _has_expert_optimizer(saved) != _has_expert_optimizer(args):
-        raise DoesNotLoad(
+        raise _StatesDoNotLoad(
             "--expert-model-parallel-size: Megatron gives experts a separate optimizer if their "
             "parallel sizes differ from those of the other layers; either the checkpoint or the "
             "command has such an optimizer, but not the other",
-            f"write the checkpoint's sizes of expert parallelism, {_WEIGHTS_ALONE}",
+            "write the expert-parallel sizes with which the checkpoint was trained",
         )
     if not kind and _is_mixed(saved) != _is_mixed(args):
-        raise DoesNotLoad(
+        raise _StatesDoNotLoad(
             f"the checkpoint has optimizer states of a training in {saved.params_dtype}, and the "
             f"command trains in {args.params_dtype}",
-            f"train in the checkpoint's precision, {_WEIGHTS_ALONE}",
+            "train in the precision in which the checkpoint was trained",
         )
     optimizers = getattr(saved, "optimizer", args.optimizer), args.optimizer
     if optimizers[0] != optimizers[1]:
-        raise DoesNotLoad(
+        raise _StatesDoNotLoad(
             f"--optimizer {optimizers[1]}: the checkpoint has optimizer states of {optimizers[0]}",
-            f"write --optimizer {optimizers[0]}, {_WEIGHTS_ALONE}",
+            f"write --optimizer {optimizers[0]}, the checkpoint's optimizer",
         )
     for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"):
         rates = getattr(saved, name, None), getattr(args, name, None)
         if rates[0] != rates[1]:
             flag = "--" + name.replace("_", "-")
-            raise DoesNotLoad(
+            raise _StatesDoNotLoad(
                 f"{flag} {rates[1]}: Megatron finds optimizer states by their learning rates, and "
                 f"the checkpoint's were saved with {rates[0]}",
-                f"write {flag} {rates[0]}, {_WEIGHTS_ALONE}",
+                f"write {flag} {rates[0]}, with which the checkpoint was trained",
             )
 
 
@@ -421,6 +428,7 @@ def _check_buffers(saved: SavedTraining, args: Any) -> None:
     """
     before = saved.args
     types = [(one.params_dtype, _gradients(one)) for one in (before, args)]
+    kind = saved.metadata.get(_KIND)
     texts = [f"{weights} with gradients in {gradients}" for weights, gradients in types]
     rows = [one.padded_vocab_size for one in (before, args)]
     if None not in rows:
@@ -430,7 +438,9 @@ def _check_buffers(saved: SavedTraining, args: Any) -> None:
         ]
     if texts[0] != texts[1]:
         raise DoesNotLoad(
-            f"{_states(saved)} {texts[0]}, and the command has {texts[1]}", _AS_BEFORE
+            f"the checkpoint's optimizer states ({kind}) fit only parameters of {texts[0]}, and "
+            f"the command has {texts[1]}",
+            _AS_BEFORE,
         )
     buckets = [_bucket(one) for one in (before, args)]
     sizes = _first_buffer(saved)
@@ -438,14 +448,15 @@ def _check_buffers(saved: SavedTraining, args: Any) -> None:
         return
     elements = sum(sizes)
     is_split = len(sizes) > 1, buckets[1] is not None and elements > buckets[1]
-    text = (
-        f"buckets of gradients, by --overlap-grad-reduce, --ddp-bucket-size and the number of "
-        f"replicas, had {buckets[0] or elements} elements, and are to have {buckets[1] or elements}"
+    reason = (
+        f"the checkpoint's optimizer states ({kind}) fit only buckets of gradients of "
+        f"{buckets[0] or elements} elements, and the command has buckets of "
+        f"{buckets[1] or elements} (--overlap-grad-reduce, --ddp-bucket-size, number of replicas)"
     )
     if is_split[0] != is_split[1]:
-        raise DoesNotLoad(f"{_states(saved)} the same {text}", _AS_BEFORE)
+        raise DoesNotLoad(reason, _AS_BEFORE)
     if is_split[0]:
-        raise ValueError(f"{_states(saved)} the same {text}")
+        raise ValueError(reason)
 
 
 def _gradients(args: Any) -> Any:

@@ -138,7 +138,7 @@ def _common(folder: Path, index: Any) -> Any:
         raise ValueError("the checkpoint has no state that all ranks share")
     (place,) = places
     if getattr(place, "transform_descriptors", None):
-        raise ValueError("the checkpoint's files are compressed")
+        raise ValueError("the checkpoint's files are compressed, and cannot be read here")
     if place.length > _LARGEST_COMMON:
         raise ValueError(
             f"the checkpoint's state that all ranks share has {bytes_text(place.length)}, which "

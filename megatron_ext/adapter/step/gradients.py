@@ -48,10 +48,11 @@ def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> 
     if not all(hasattr(model, "ddp_config") for model in call.models):
         raise ValueError(
             "config.no_sync_func holds back gradient reductions of a wrapper that is not "
-            "Megatron's DistributedDataParallel. Its hooks would reduce in the last backward pass, "
-            "and our schedules compute weight gradients after that: set config.grad_sync_func to "
-            "a function that reduces the gradients of the parameters it is given, or reduce them "
-            "in config.finalize_model_grads_func and set no config.no_sync_func"
+            "Megatron's DistributedDataParallel. The wrapper's hooks would reduce in the last "
+            "backward pass, and our schedules compute weight gradients after that: set "
+            "config.grad_sync_func to a function that reduces the gradients of the parameters it "
+            "is given, or reduce them in config.finalize_model_grads_func and set no "
+            "config.no_sync_func"
         )
 
 

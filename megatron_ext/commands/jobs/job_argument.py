@@ -55,10 +55,10 @@ JobWord = Annotated[
     typer.Argument(
         metavar="JOB | -- COMMAND",
         help="Job: a launch command behind --, or one word in its place. The word is the log of an "
-        "earlier start, or a .json file with an object of Megatron's arguments. MODULE:FUNCTION is "
-        "a function that returns a Megatron-Bridge config, as its recipes do. plan also takes "
-        "sizes: pp=8,m=64 for costs alone, and those of a model. Flags --pipeline-... may follow "
-        "the word.",
+        "earlier start, a .json file with an object of Megatron's arguments, or MODULE:FUNCTION, a "
+        "function that returns a Megatron-Bridge config as Bridge's recipes do. plan also takes "
+        "sizes: those of the pipeline, as pp=8,m=64, and those of a model. Flags --pipeline-... "
+        "may follow the word.",
     ),
 ]
 

@@ -19,8 +19,8 @@ _NUMBERS = ("pp", "m", "tp", "dp")
 _DISTRIBUTED = "distributed-optimizer"
 _MOST = 10_000_000  # largest number of ranks, or of microbatches in a step
 _EXAMPLE = (
-    "write pp=8,m=64 (pipeline ranks, and microbatches of one pipeline in a step), and what "
-    f"differs of tp=1,dp=1,{_DISTRIBUTED}=false"
+    "write pp=8,m=64 (pipeline ranks, and microbatches of one pipeline in a step), and those "
+    f"of the following that differ: tp=1,dp=1,{_DISTRIBUTED}=false"
 )
 # Options that a plan of sizes chooses itself, or that its recommendation could not contain.
 _CHOSEN = ("p2p", "vocab_parallel", "activation_offload", "recompute")
@@ -73,7 +73,9 @@ def parse_sizes(text: str) -> JobSizes:
                 raise ValueError(f"sizes {shown(text)!r}: {key} is given twice; {_EXAMPLE}")
             numbers[key] = int(value)
         else:
-            raise ValueError(f"sizes {shown(text)!r}: {shown(part)!r} is wrong; {_EXAMPLE}")
+            raise ValueError(
+                f"sizes {shown(text)!r}: {shown(part)!r} has no valid value; {_EXAMPLE}"
+            )
     if missing := [key for key in ("pp", "m") if key not in numbers]:
         raise ValueError(f"sizes {shown(text)!r}: missing {', '.join(missing)}; {_EXAMPLE}")
     layers = None
@@ -97,7 +99,9 @@ def parse_sizes(text: str) -> JobSizes:
 def _layers(text: str, part: str) -> int:
     value = part.partition("=")[2]
     if not (value.isdecimal() and 0 < int(value) <= _MOST):
-        raise ValueError(f"sizes {shown(text)!r}: {shown(part)!r} is wrong; write layers=32")
+        raise ValueError(
+            f"sizes {shown(text)!r}: {shown(part)!r} is no number of layers; write layers=32"
+        )
     return int(value)
 
 

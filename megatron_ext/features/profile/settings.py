@@ -21,14 +21,13 @@ def _check(config: Any) -> None:
             f"{flag('costs')} {config.costs} names no file: write {_PROFILE}:FILE, or {_PROFILE} "
             f"for {config.costs.profile} in the folder of --save"
         )
-    then = "then launch with it and the written costs file"
     if config.options.steps_overlap:
         raise conflicting(
             config,
             "post_validation",
             "costs",
             "the passes of steps that overlap cannot be measured one by one; profile without "
-            f"{flag('post_validation')}, {then}",
+            f"{flag('post_validation')}, then launch with this flag and the written costs file",
         )
     if config.rank_speeds is not None:
         raise conflicting(
@@ -43,7 +42,7 @@ def _check(config: Any) -> None:
             "slices",
             "costs",
             f"only passes of whole microbatches are measured; profile without {flag('slices')}, "
-            f"{then}",
+            "then launch with this flag and the written costs file",
         )
 
 

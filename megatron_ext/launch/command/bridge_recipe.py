@@ -86,7 +86,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
             remarks = tuple(_remarks(recipe, config, settings))
         except Exception as error:  # the fields of a config may have any type
             raise ValueError(
-                f"recipe {recipe}: Megatron-Bridge cannot train its config: "
+                f"recipe {recipe}: Megatron-Bridge cannot train the recipe's config: "
                 f"{type(error).__name__}: {error}"
             ) from error
         # The schedule's placement replaces the recipe's virtual stages.
@@ -121,7 +121,7 @@ def _called(recipe: str) -> Any:
     module, colon, function = recipe.partition(":")
     if not (module and colon and function):
         raise ValueError(
-            f"recipe {recipe}: write MODULE:FUNCTION, as in "
+            f"recipe {recipe} is not of the form MODULE:FUNCTION; write it as in "
             f"megatron.bridge.recipes.gpt.vanilla_gpt:vanilla_gpt_pretrain_config"
         )
     try:

@@ -301,7 +301,7 @@ def _read_torchrun(words: Sequence[str], started: Started) -> Launch:
     try:
         from torch.distributed.run import get_args_parser, parse_min_max_nnodes
     except (ImportError, OSError) as error:  # an OSError: the package's libraries are not found
-        raise without_torch("torchrun's own words need", error) from error
+        raise without_torch("reading torchrun's flags", error) from error
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"torchrun does not accept its flags: {message}")

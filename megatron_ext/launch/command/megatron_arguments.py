@@ -110,7 +110,7 @@ def wants_one_connection(args: Any) -> bool:
 
 
 def _gpu_patches() -> list[Patch]:
-    reason = "doctor and plan assume a GPU if none is here"
+    reason = "doctor and plan assume a GPU even if there is none here"
     answers = [
         replace(
             "megatron.training.utils.common_utils:get_device_arch_version",
@@ -124,7 +124,7 @@ def _gpu_patches() -> list[Patch]:
             replace(
                 target,
                 answer,
-                reason="doctor and plan assume Transformer Engine if none is installed here",
+                reason="doctor and plan assume Transformer Engine even if it is not installed here",
             )
             for target, answer in (
                 ("megatron_ext.adapter.transformer_engine.installed:can_split", lambda: True),

@@ -85,9 +85,9 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     if (why := why_no_estimate(parsed.validated)) is not None:
         raise ValueError(
-            f"--any-sizes estimates times with other parallel sizes, and there is no estimate: "
-            f"{why}; drop --any-sizes, and write --costs FILE with what --pipeline-costs profile "
-            f"or rehearse measured"
+            "--any-sizes estimates times with other parallel sizes, and there is no estimate: "
+            f"{why}; drop --any-sizes, and write --costs FILE, a file of costs that a training "
+            "with --pipeline-costs profile or megatron-ext rehearse has measured"
         )
     _check(request, parsed)
     job = sized_job_of(request, parsed)

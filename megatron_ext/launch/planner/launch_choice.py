@@ -94,8 +94,8 @@ def choose_for(
     if why is not None and config.costs.is_estimate:
         raise ValueError(
             f"{flag('schedule')} {config.schedule} compares times of schedules, and there is no "
-            f"estimate: {why}; write the name of a schedule, or {flag('costs')} FILE with what "
-            f"{flag('costs')} profile measured"
+            f"estimate: {why}; write the name of a schedule, or {flag('costs')} FILE, a "
+            f"file of costs that a training with {flag('costs')} profile has measured"
         )
     is_plan = config.schedule == PLAN
     given = not is_plan or says(argv, "vocab_parallel")

@@ -145,8 +145,9 @@ class ParsedLaunch:
         why = describe(self.validated).why_no_estimate
         if is_estimate and why is not None:
             raise ValueError(
-                f"no estimate: {why}; write --costs FILE with what --pipeline-costs profile or "
-                f"rehearse measured, or times such as --costs f=10,i=12,w=8,comm=1"
+                f"no estimate: {why}; write --costs FILE, a file of costs that a training with "
+                f"--pipeline-costs profile or megatron-ext rehearse has measured, or times such as "
+                f"--costs f=10,i=12,w=8,comm=1"
             )
 
 

@@ -63,9 +63,9 @@ class PeerCall:
                 f"{self._wait}, but a rank has ended without an error: {ended}. All ranks must "
                 f"run the same number of steps. torch says: {error}"
             ) from error
-        which = "which has" if peers else "one of which has"
+        which_has = "which has" if peers else "one of which has"
         raise PeerFailure(
-            f"{self._wait}, {which} failed, ended or hung: look for its first error "
+            f"{self._wait}, {which_has} failed, ended or hung: look for its first error "
             f"{recorder.rank_identity.note(*peers)}. torch says: {error}"
         ) from error
 

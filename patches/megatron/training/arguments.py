@@ -72,7 +72,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:validate_args",
             lambda original, args, defaults={}: validate(original, args, defaults),
-            reason="settings that a schedule does not support end the launch early",
+            reason="settings that a schedule does not support are refused with the arguments",
             signature="(args, defaults={})",
         ),
     )

@@ -31,7 +31,7 @@ def configuration_of(recipe: Recipe) -> Configuration:
     if recipe.gpu not in GPUS or recipe.gpus is None:
         raise ValueError(
             "the speed and memory of the recipe's GPU are unknown: "
-            f"{recipe.gpu or 'its name has none'}"
+            f"{recipe.gpu or 'no GPU is named'}"
         )
     args = stock_arguments(recipe)
     for name, value in recipe.dimensions.items():

@@ -47,7 +47,7 @@ def _medians(page: str, row: str) -> tuple[int, float, float]:
     cells = rf"^\| {re.escape(row)} \| (\d+) \| ([\d.]+) \[.*?\| ([\d.]+) \["
     found = re.search(cells, page, re.M)
     if found is None:
-        raise ValueError(f"docs/recipes.md has no gains in a row {row!r}")
+        raise ValueError(f"docs/recipes.md has no row {row!r} with gains")
     return int(found[1]), float(found[2]) - 1, float(found[3]) - 1
 
 

@@ -401,7 +401,7 @@ def _precision(name: str, mixed: str | None, settings: dict[str, Value]) -> str:
     if settings.get("pipeline_dtype") in ("torch.bfloat16", "bf16"):
         return "bf16"
     raise ValueError(
-        "the recipe's precision is unknown: neither its name nor mixed_precision tells it"
+        "the recipe's precision is unknown: neither its name nor mixed_precision states one"
     )
 
 

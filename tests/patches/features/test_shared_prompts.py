@@ -501,7 +501,7 @@ def test_transformer_engine_gets_each_answer_behind_its_prompt() -> None:
         ([5, 6], [3, 4], "aa", "sequence 1 of group 'a' has a prompt of 4 .* has one of 3"),
         ([5, 6], [3], [0, 0], "2 lengths, 1 prompts and 2 groups are given"),
         ([], [], [], "0 lengths"),
-        ([5, 6], [3, 3], [[7], [7]], "cannot be compared by a dictionary: give each sequence the"),
+        ([5, 6], [3, 3], [[7], [7]], "cannot be keys of a dictionary: give each sequence the"),
     ],
 )
 def test_sequences_that_are_refused(
@@ -652,7 +652,7 @@ def test_a_hybrid_model_is_refused() -> None:
     with patched():
         shared = megatron_ext.share_prompts([4, 4], [3, 3], [0, 0], device="cpu")
         call: Any = HybridModel.forward
-        with pytest.raises(ValueError, match="does not go with a hybrid model, which carries"):
+        with pytest.raises(ValueError, match="does not go with a hybrid model, whose layers"):
             call(None, None, shared.position_ids, None, packed_seq_params=shared.packed_seq_params)
 
 

@@ -374,7 +374,7 @@ def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("stand_in_recipes", "write MODULE:FUNCTION"),
+        ("stand_in_recipes", "is not of the form MODULE:FUNCTION"),
         ("stand_in_recipes:smal", "did you mean small?"),
         ("stand_in_recipes:broken", "RuntimeError: no network"),
         ("stand_in_recipes:nothing", "returns a int"),

@@ -195,7 +195,7 @@ def test_no_schedule_is_chosen_for_sparse_attention(
     assert "how long sparse attention (dsa) takes is not known" in text
 
     def compare(*_: object) -> None:
-        raise ValueError("schedules would be compared")
+        raise ValueError("here schedules would be compared")
 
     monkeypatch.setattr(launch_choice, "_jobs", compare)
     costs = "f=10,i=12,w=8,comm=1"

@@ -132,7 +132,7 @@ def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.Monk
 
     def checked(args: Any, config: PipelineConfig, prove: Prove) -> object:
         if config.schedule == refused:
-            raise ValueError("graphs are captured in another order")
+            raise ValueError("CUDA graphs would be captured in another order than the passes'")
         return real(args, config, prove)
 
     monkeypatch.setattr(launch_choice, "check_schedule", checked)

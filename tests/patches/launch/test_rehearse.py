@@ -188,7 +188,7 @@ def test_a_replay_without_blocks_says_so(tmp_path: Path) -> None:
     own = replace(request(tmp_path, "stock"), replays=True, has_blocks=False)
     for asked, told in (
         (own, "--without-blocks: with --cpu there are no thread blocks"),
-        (replace(own, replays=False), "--without-blocks: messages only wait in a replay"),
+        (replace(own, replays=False), "--without-blocks: only in a replay do messages wait"),
     ):
         with pytest.raises(ValueError, match=told):
             rehearse(asked, stand_in(tmp_path, "stock").start, print)

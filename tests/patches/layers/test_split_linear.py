@@ -168,7 +168,9 @@ def test_where_there_is_nothing_to_put_off_stock_runs(
     assert (weight if without == "weight" else x).grad is None
 
 
-@pytest.mark.skipif(len(NEWER) < 2, reason="before Megatron 0.20 output and weights have one type")
+@pytest.mark.skipif(
+    len(NEWER) < 2, reason="before Megatron 0.20 layers' outputs have their weights' type"
+)
 def test_w_of_an_output_of_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """W computes the weight gradient of a layer whose output has another type than its weights.
     With logits in fp32 and weights in bf16 (--logit-dtype) W used to fail, because its product

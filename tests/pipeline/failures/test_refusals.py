@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     "segments of a hybrid model": (
         {"pipeline_schedule": "zb-v", "num_layers": None, "hybrid_layer_pattern": "*-|*-|*-|*-"},
         "the hybrid layer pattern *-|*-|*-|*- has 4 pipeline segments, and schedule zb-v has 8 "
-        "stages on 4 pipeline ranks: give it as many, as in --hybrid-layer-pattern "
+        "stages on 4 pipeline ranks: give the pattern 8 segments, as in --hybrid-layer-pattern "
         "'*|-|*|-|*|-|*|-'",
     ),
     "a hybrid model, uneven": (
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
-        "12 layers cannot be split evenly over 8 stages; say which stage has which: "
+        "12 layers cannot be split evenly over 8 stages; give each stage's layers in a layout: "
         "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tL'",
     ),
     "a layout for another number of stages": (
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no layer in zero has experts": (
         {"num_experts": 4, "moe_layer_freq": 0},
-        "--moe-layer-freq 0: the frequency means one layer in so many",
+        "--moe-layer-freq 0: a frequency of N means one layer in every N",
     ),
     "masks of documents on stages that get none": (
         {

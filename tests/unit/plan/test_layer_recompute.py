@@ -140,7 +140,7 @@ def options(own: LayerRecompute) -> list[LayerRecompute]:
 
 def even(stages: int) -> Layout:
     if 8 % stages:
-        raise ValueError(f"8 layers do not divide over {stages} stages")
+        raise ValueError(f"8 layers cannot be split evenly over {stages} stages")
     return evenly(8, stages)
 
 

@@ -91,7 +91,7 @@ def even(stages: int) -> Layout:
     impossible."""
     layers = len(GPT.model.layers)
     if layers % stages:
-        raise ValueError(f"{layers} layers do not divide over {stages} stages")
+        raise ValueError(f"{layers} layers cannot be split evenly over {stages} stages")
     return evenly(layers, stages)
 
 
@@ -359,10 +359,10 @@ def test_all_are_within_the_bound() -> None:
 def test_refused_schedules_are_not_recommended_and_their_gain_is_named() -> None:
     def permits(spec: str, method: object) -> None:
         if spec not in ("1f1b", "interleaved:vpp=2"):
-            raise ValueError("it does not go with something")
+            raise ValueError("the schedule does not go with a flag")
 
     made = compared(work(**SMALL), permits=permits)
-    assert made.refused["zb-v"] == "it does not go with something"
+    assert made.refused["zb-v"] == "the schedule does not go with a flag"
     assert made.ours is made.stock and made.best_not_permitted is not None
     assert made.best_not_permitted.seconds < made.ours.seconds
 

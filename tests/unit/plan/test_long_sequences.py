@@ -559,7 +559,7 @@ def test_a_training_with_slices_is_compared_with_whole_sequences(training: Train
 
 def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
     def none(slices: Slices) -> Any:
-        raise ValueError("experts would drop tokens")
+        raise ValueError("in slices, experts would drop other tokens")
 
     ways = (
         *alternatives_of_plan(make_plan(training.variant, specs=SPECS)),
@@ -568,7 +568,7 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
     made = LongSequences(32768, ways)
     assert made.best is None
     assert {way.why_not for way in made.alternatives if way.slices > 1} == {
-        "experts would drop tokens"
+        "in slices, experts would drop other tokens"
     }
 
 

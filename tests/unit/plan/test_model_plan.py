@@ -328,7 +328,7 @@ def test_what_cannot_win_is_omitted(
     makespans = {candidate.schedule: candidate.step for candidate in every.candidates}
     left_out = 0
     for (name, _), why in promising.refusals.items():
-        match = re.match(r"takes at least ([\d.]+)% more time than (\S+),", why)
+        match = re.match(r"every .* takes at least ([\d.]+)% more time than (\S+)$", why)
         if match and name in makespans:
             left_out += 1
             least = (1 + float(match[1]) / 100) * makespans[match[2]]
@@ -673,9 +673,9 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
         (f"{TEXT},width=3", "h100", "'width' is unknown"),
         (f"{TEXT},layers=3", "h100", "'layers' is given twice"),
         (f"{TEXT},pp=3", "h100", "pp is given twice; write pp=8,m=64"),
-        (f"{TEXT},tp=x", "h100", "'tp=x' is wrong; write pp=8,m=64"),
-        (f"{TEXT},distributed-optimizer=1", "h100", "'distributed-optimizer=1' is wrong"),
-        ("layers=x", "h100", "'layers=x' is wrong; write layers=32"),
+        (f"{TEXT},tp=x", "h100", "'tp=x' has no valid value; write pp=8,m=64"),
+        (f"{TEXT},distributed-optimizer=1", "h100", "'distributed-optimizer=1' has no valid value"),
+        ("layers=x", "h100", "'layers=x' is no number of layers; write layers=32"),
         ("tp=2,dp=2", "h100", "tp, dp needs the sizes of a model"),
         (f"{TEXT},gated=yes", "h100", "'gated=yes' is not understood"),
         (f"{TEXT},ffn=0", "h100", "ffn is 0; at least 1"),

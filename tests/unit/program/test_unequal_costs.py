@@ -111,7 +111,9 @@ def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
     padded = read_loads(file, BatchSize(1, 2, 2, 4, is_padded=True))
     assert padded.tokens.tolist() == [[1, 1]] and padded.squares.tolist() == [[1, 24 / 32]]
     file.write_text("9\n1\n")
-    with pytest.raises(ValueError, match="line 1: 9 tokens, and a microbatch of this launch has 8"):
+    with pytest.raises(
+        ValueError, match="line 1: 9 tokens are too many, as a microbatch of this launch has 8"
+    ):
         read_loads(file, BatchSize(1, 2, 2, 4, is_padded=True))
 
 
@@ -153,8 +155,8 @@ def test_attention_alone_grows_with_squares(tmp_path: Path) -> None:
         ("lognormal:", "", "'' is no number from 0 to 10"),
         ("lognormal:-1", "", "'-1' is no number"),
         ("lognormal:nan", "", "'nan' is no number"),
-        ("missing.txt", "", "'missing.txt' are no file"),
-        ("", "1\n", "has 1 microbatch, and the replicas of one step have 2"),
+        ("missing.txt", "", "'missing.txt' name no file"),
+        ("", "1\n", "has 1 microbatch, and a step of all replicas has 2"),
         ("", "1\nx\n", "line 2: 'x' is no positive number"),
         ("", "1\n0\n", "line 2: '0' is no positive number"),
         ("", "1\ninf\n", "line 2: 'inf' is no positive number"),

@@ -185,7 +185,10 @@ def test_shares_of_the_vocabulary(how: VocabularyParallel, passes: dict[str, flo
     assert costs.unpartitioned == whole
 
 
-HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per message) or a file"
+HOW = (
+    "write f=10,i=12,w=8,comm=1 (one microbatch on all stages of a rank; comm per message) or a "
+    "file"
+)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per messa
         ),
         (
             "f=1/2/3,i=1,w=1",
-            "3 figures for 2 stages; give one figure per microbatch of a full rank",
+            "3 figures for 2 stages; give one figure for a microbatch on all stages",
         ),
         ("no/such/file.json", "costs file no/such/file.json cannot be read:"),
         ("f=1,i=1,w=1e308", "1e+308 is no cost; a cost is a number from 0 to below 1e+18"),

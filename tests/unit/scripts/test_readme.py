@@ -29,7 +29,7 @@ def test_the_headline_has_the_medians_of_the_recipes_page() -> None:
 def test_the_headline_follows_the_page() -> None:
     text = headline(GAINS)
     assert "On 210 public" in text and "median of 4.1 % from" in text and "gain 5.5 % (" in text
-    with pytest.raises(ValueError, match="no gains in a row 'all'"):
+    with pytest.raises(ValueError, match="no row 'all' with gains"):
         headline("| m <= 2p | 33 | 1.140 [1.53] | 1.264 [1.72] |")
 
 

@@ -126,10 +126,10 @@ def test_the_section_of_the_page() -> None:
     assert line["best of all"] == "zb-v, recompute: none (without tp_comm_overlap)"
     assert (line["gain of all"], line["GiB of all"]) == ("1.200*", "60.0")
     assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
-    unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
+    unknown = Prospect(recipe(), None, "the recipe's GPU is unknown: vr200")
     why = (
         "1 recipes are not planned; the most frequent reason (1): "
-        "nothing is known of its GPU: vr200."
+        "the recipe's GPU is unknown: vr200."
     )
     assert why in gains_section([prospect(best), unknown])
 
@@ -143,10 +143,10 @@ def test_what_is_equal_is_planned_once() -> None:
 
     def configuration_of(recipe: Recipe) -> Configuration:
         if recipe.gpu == "vr200":
-            raise ValueError("nothing is known of its GPU")
+            raise ValueError("the recipe's GPU is unknown")
         return CONFIGURATION
 
     unknown = next(name for name in ALL if "vr200" in name)
     made = prospects_of([recipe(), recipe(unknown)], configuration_of, all_gains)
     assert asked == [CONFIGURATION]
-    assert [prospect.gains for prospect in made] == ["no plan", "nothing is known of its GPU"]
+    assert [prospect.gains for prospect in made] == ["no plan", "the recipe's GPU is unknown"]

@@ -181,7 +181,9 @@ def test_the_shortest_is_taken_and_the_others_are_listed() -> None:
 
     def problem_of(resolved: ResolvedSpec) -> Problem:
         if resolved.spec == "loop-auto:vpp=5":
-            raise ValueError("8 layers do not divide over 10 stages; say which")
+            raise ValueError(
+                "8 layers cannot be split evenly over 10 stages; say which stage has which"
+            )
         problems[resolved.spec] = auto_problem(resolved.spec, 2, 6, "2")
         return problems[resolved.spec]
 
@@ -192,7 +194,7 @@ def test_the_shortest_is_taken_and_the_others_are_listed() -> None:
     for spec, problem in problems.items():
         assert makespan(build_program(choose(spec).without_search, problem)) >= least - 1e-9, spec
     assert re.match(r"the shortest predicted step of [23] schedules within 2 micr", taken.why)
-    assert "loop-auto:vpp=5 (8 layers do not divide over 10 stages)" in taken.why
+    assert "loop-auto:vpp=5 (8 layers cannot be split evenly over 10 stages)" in taken.why
     assert "say which" not in taken.why and all(spec in taken.why for spec in problems)
 
 

@@ -392,7 +392,9 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     within(number + unit)
 
     def look(*given: object) -> float:
-        raise AssertionError("many schedules are compared, and no other limit is to be named")
+        raise AssertionError(
+            "a refusal must not search for a memory limit while many schedules are compared"
+        )
 
     monkeypatch.setattr(compile_recompute, "_least_that_is_enough", look)
     for share in (0.6, 0.8, 0.9, 0.95):

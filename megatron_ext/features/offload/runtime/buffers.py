@@ -139,7 +139,7 @@ class HostBuffers:
         try:
             return self._copies.host_buffer(size)
         except ValueError as error:
-            raise ValueError(f"{error}, offload less ({_LESS}), or none") from error
+            raise ValueError(f"{error}, or offload less ({_LESS}) or nothing") from error
 
     def _give_up(self, slot: Slot) -> None:
         if slot.last is not None:

@@ -72,7 +72,7 @@ class SharedModelCall:
         if any(isinstance(given, SharedPromptParams) for given in (*args, *kwargs.values())):
             raise ValueError(
                 f"{_FLAG} does not go with overlapped forward and backward passes, since "
-                "Megatron's schedule plans do not have the ends of sequences: drop "
+                "Megatron's schedule plans do not know where sequences end: drop "
                 f"--overlap-moe-expert-parallel-comm, or {_FLAG}"
             )
         return original(*args, **kwargs)
@@ -110,8 +110,8 @@ def refuse_in_hybrid(original: Callable[..., Any], model: Any, *args: Any, **kwa
     """
     if any(isinstance(given, SharedPromptParams) for given in (*args, *kwargs.values())):
         raise ValueError(
-            f"{_FLAG} does not go with a hybrid model, which carries a state over the answers of a "
-            f"row: pass it sequences apart, or train a GPT model"
+            f"{_FLAG} does not go with a hybrid model, whose layers would carry their state from "
+            "one answer of a row to the next: pass each sequence alone, or train a GPT model"
         )
     return original(model, *args, **kwargs)
 
@@ -142,8 +142,8 @@ def _check_lengths(model: GPTModel, given: Mapping[str, Any], params: SharedProm
     if length != tokens:
         raise ValueError(
             f"share_prompts describes a row of {tokens} tokens, and the stage has received "
-            f"{length} of the stage before: set variable_seq_lengths=True in the model's config, "
-            "or pad all rows to one length by share_prompts(multiple=...)"
+            f"{length} tokens from the previous stage: set variable_seq_lengths=True in the "
+            "model's config, or pad all rows to one length by share_prompts(multiple=...)"
         )
 
 

@@ -132,7 +132,7 @@ def _check(lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hash
         )
     if not all(isinstance(group, Hashable) for group in groups):
         raise ValueError(
-            f"share_prompts: groups are {groups!r}, which cannot be compared by a dictionary: give "
+            f"share_prompts: groups are {groups!r}, which cannot be keys of a dictionary: give "
             "each sequence the number or the name of its prompt"
         )
     of_group: dict[Hashable, int] = {}

@@ -108,13 +108,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRANSFORMER}.transformer_block:get_num_layers_to_build",
             layers_here,
-            reason="the layout gets the pipeline rank if there are no global groups",
+            reason="without global process groups the layout must be told the pipeline rank",
             signature="(config, vp_stage=None, pp_rank=None)",
         ),
         wrap(
             f"{_TRANSFORMER}.transformer_layer:get_transformer_layer_offset",
             layers_before_here,
-            reason="the layout gets the pipeline rank if there are no global groups",
+            reason="without global process groups the layout must be told the pipeline rank",
             signature="(config, vp_stage=None, pp_rank=None)",
         ),
         expect(

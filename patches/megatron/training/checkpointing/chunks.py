@@ -84,8 +84,7 @@ def _refuse_other_chunks(
         raise ValueError(
             f"--pipeline-schedule {schedule} puts {counted(chunks, 'stage')} on each rank, and "
             f"{name} has {counted(saved, 'stage')} for each in the order of Megatron's own ranks: "
-            "the checkpoint is of format torch, which only the placement that saved it can load; "
-            "convert it by --load FOLDER --ckpt-convert-format torch_dist --ckpt-convert-save "
-            "OTHER, added to the command that wrote it without --pipeline-... flags, and load "
-            "OTHER"
+            "only the placement that saved a checkpoint of format torch can load it; convert it by "
+            "--load FOLDER --ckpt-convert-format torch_dist --ckpt-convert-save OTHER, added to "
+            "the command that wrote it without --pipeline-... flags, and load OTHER"
         )

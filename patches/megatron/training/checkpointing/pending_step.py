@@ -75,10 +75,10 @@ def _refuse_other_placement(
     now = None if placement.in_turn else list(placement.rank_of), placement.chunks
     if then != now:
         raise ValueError(
-            f"--pipeline-schedule {schedule} puts {counted(now[1], 'stage')} on each rank, and "
-            "this checkpoint has a step that Megatron would repeat to compare its results rank "
-            f"by rank, and that ran with {then[1]} on {then[0] or 'ranks in order'}; resume under "
-            "the schedule of the checkpoint "
+            f"--pipeline-schedule {schedule} puts {counted(now[1], 'stage')} on each rank, but "
+            "Megatron would repeat a step of this checkpoint to compare its results rank by rank, "
+            f"and that step ran with {counted(then[1], 'stage')} on each rank (stages on ranks "
+            f"{then[0] or 'in order'}); resume under the schedule of the checkpoint "
             f"({getattr(saved, 'pipeline_schedule', None) or 'none'}), or add --rerun-mode "
             "disabled, which ignores the step's results"
         )

@@ -82,7 +82,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_TRAINING}:evaluate_and_print_results",
             evaluate_by_sets,
-            reason="Megatron takes a list of chunks' iterators for several validation sets",
+            reason="Megatron mistakes the list of chunks' iterators for several validation sets",
             digests={"0.18": "0b2d4c8a8a03", "0.19, 0.20": "ecf88390c9c5"},
         ),
     )

@@ -28,7 +28,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.dist_checkpointing.strategies.fully_parallel:"
             "distribute_main_replicas_with_precomputed_distribution",
             leave_one_copy,
-            reason="both copies of the embedding are on one rank, which saves one",
+            reason="a rank that has both copies of the embedding saves only one of them",
             signature="(sharded_state_dict, parallelization_group, precomputed_distribution)",
         ),
     )

@@ -31,7 +31,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODEL}.build_schedule_plan",
             call.plan,
-            reason="schedule plans of overlapped passes do not have the ends of sequences",
+            reason="schedule plans of overlapped passes do not know where sequences end",
         ),
     )
 

@@ -89,7 +89,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         ),
         expect(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-            reason="embedding passes do after the lookup what this function does",
+            reason="embedding passes repeat what this function does after its lookup",
             digests={"0.18": "8db24043b909", "0.19, 0.20": "8862b2f9d30b"},
         ),
     )
