@@ -24,7 +24,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["write", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "subjects", nargs="*", metavar="SUBJECT", help=f"one of {', '.join(SUBJECTS)}"
+        "subjects",
+        nargs="*",
+        metavar="SUBJECT",
+        help=f"subjects of the records: {', '.join(SUBJECTS)}",
     )
     given = parser.parse_args(words)
     for name in given.subjects:

@@ -59,7 +59,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
         steps.end(program, 0)
 
     def refuse(*args: Any) -> None:
-        raise AssertionError("the host waits for the device")
+        raise AssertionError("the host waits for the device, which a step must not do")
 
     step()
     torch.cuda.synchronize()

@@ -316,9 +316,9 @@ class Synchronising:
                 if time.monotonic() - began < self._seconds:
                     raise  # the error came before the time limit, so another rank has failed
                 raise AssertionError(
-                    f"{posted.name}, posted before {action}, has not ended in "
-                    f"{self._seconds:g} s: it needs what a rank does later, and a GPU that is "
-                    f"waited for here hangs"
+                    f"{posted.name}, posted before {action}, has not ended in {self._seconds:g} s, "
+                    "so it needs something that a rank does later, and a rank that waits here for "
+                    "its GPU would hang"
                 ) from error
         self._under_way.clear()
 

@@ -373,12 +373,12 @@ def _without_gpu() -> None:
             wrap(
                 "megatron.bridge.training.initialize:initialize_megatron",
                 initialize,
-                reason="asserts a GPU unless told allow_no_cuda",
+                reason="Megatron asserts that there is a GPU, unless given allow_no_cuda",
             ),
             wrap(
                 "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
                 local,
-                reason="Bridge asks for Transformer Engine's layers, whichever the decoder has",
+                reason="Bridge takes Transformer Engine's layers even if the decoder has others",
             ),
         )
     )

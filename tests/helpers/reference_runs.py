@@ -110,9 +110,9 @@ class _Ranks:
         """Run ``action`` of ``rank`` if that is possible now, and return whether it ran."""
         stage, kind, microbatch = action
         if not 0 <= stage < len(self.rank_of) or self.rank_of[stage] != rank:
-            raise _Fault(f"{action}: rank {rank} has no such stage")
+            raise _Fault(f"{action}: rank {rank} does not hold stage {stage}")
         if action in self.times or action in self.started:
-            raise _Fault(f"{action} again")
+            raise _Fault(f"{action} occurs twice")
         if kind in (*SENDS, *RECEIVES):
             self.start_message(rank, action)
             return True
@@ -136,7 +136,7 @@ class _Ranks:
         backward = [Action(stage, half, microbatch) for half in (I, B)]
         if kind is W:
             if backward[0] not in self.times:
-                raise _Fault(f"{action} without its input gradient")
+                raise _Fault(f"{action} runs before the input gradient of its microbatch")
             return self.finish(rank, action, None)
         if kind is F:
             neighbour, message = stage - 1, Kind.RECV_F
@@ -145,15 +145,15 @@ class _Ranks:
             neighbour, message = stage + 1, Kind.RECV_B
             makers = [Action(neighbour, half, microbatch) for half in (I, B)]
             if Action(stage, F, microbatch) not in self.times:
-                raise _Fault(f"{action} without activations")
+                raise _Fault(f"{action} runs before the forward pass of its microbatch")
             if any(other in self.times for other in backward):
-                raise _Fault(f"{action}: the activations have been used up")
+                raise _Fault(f"{action}: an earlier backward pass has used up the activations")
         if not 0 <= neighbour < len(self.rank_of):
             return self.do_pass_at_an_end(rank, action)
         if self.rank_of[neighbour] != rank:
             return self.finish(rank, action, Action(stage, message, microbatch))
         if not any(maker in self.times for maker in makers):
-            raise _Fault(f"{action} without what stage {neighbour} makes for it")
+            raise _Fault(f"{action} runs before stage {neighbour} has made its input")
         return self.finish(rank, action, None)
 
     def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
@@ -163,7 +163,7 @@ class _Ranks:
             return self.finish(rank, action, None)
         brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
         if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
-            raise _Fault(f"{action} without the loss's gradient")
+            raise _Fault(f"{action} runs before this rank has the gradient of the loss")
         return self.finish(rank, action, Action(self.first[rank], brought, microbatch))
 
     def finish(self, rank: int, action: Action, message: Action | None) -> bool:
@@ -175,7 +175,7 @@ class _Ranks:
         if kind in COPIED_BACK:
             copy, maker = COPIED_BACK[kind]
             if self.where.get(Action(stage, maker, microbatch), "here") != "here":
-                raise _Fault(f"{action}: what it needs is on the host")
+                raise _Fault(f"{action}: a tensor that this pass reads is still on the host")
             start = max(start, self.there.get(Action(stage, copy, microbatch), 0.0))
         self.free[rank] = start + self.seconds(action)
         self.times[action] = (start, self.free[rank])
@@ -186,11 +186,15 @@ class _Ranks:
         maker, before, after = COPIES[kind]
         what = Action(stage, maker, microbatch)
         if self.problem.options.activation_offload is Offload.NONE or what not in self.times:
-            raise _Fault(f"{action}: there is nothing to copy")
+            raise _Fault(
+                f"{action}: the tensor to copy has not been made, or the schedule has no offload"
+            )
         if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
-            raise _Fault(f"{action}: it has been used up")
+            raise _Fault(
+                f"{action}: the tensor to copy has already been used up by a backward pass"
+            )
         if self.where.get(what, "here") != before:
-            raise _Fault(f"{action}: it is not {before}")
+            raise _Fault(f"{action}: the tensor to copy is not {before} before this action")
         self.where[what] = after
         if before == "leaving":
             offload = {F: Kind.OFFLOAD_F, I: Kind.OFFLOAD_I}[maker]
@@ -205,16 +209,18 @@ class _Ranks:
         stage, kind, microbatch = action
         self.check_vocabulary(rank, action)
         if kind is Kind.LOSS and rank != self.rank_of[-1]:
-            raise _Fault(f"{action}: the labels are on another rank")
+            raise _Fault(f"{action}: only the last stage's rank has the labels for a loss")
         before = {Kind.LOGITS_WEIGHT: Kind.LOGITS_INPUT, Kind.EMBEDDING_WEIGHT: Kind.EMBEDDING}
         if kind in before and Action(stage, before[kind], microbatch) not in self.times:
-            raise _Fault(f"{action} without {before[kind]}")
+            raise _Fault(f"{action} runs before {before[kind]} of its microbatch")
         return self.finish(rank, action, Action(stage, BROUGHT[kind], microbatch))
 
     def wait_given(self, rank: int, action: Action) -> bool:
         self.check_vocabulary(rank, action)
         if GIVEN[action.kind] not in self.only_given(rank):
-            raise _Fault(f"{action}: it is used on this rank, and waited for there")
+            raise _Fault(
+                f"{action}: this rank uses the collective's result, so the using pass waits for it"
+            )
         return self.finish(rank, action, action._replace(kind=GIVEN[action.kind]))
 
     def only_given(self, rank: int) -> set[Kind]:
@@ -228,9 +234,9 @@ class _Ranks:
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
         if self.problem.options.vocab_parallel is VocabularyParallel.NONE:
-            raise _Fault(f"{action}: there are no shards")
+            raise _Fault(f"{action}: without vocabulary parallelism no rank has a shard")
         if action.stage != self.first[rank]:
-            raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
+            raise _Fault(f"{action}: the shard of rank {rank} belongs to stage {self.first[rank]}")
 
     def start_collective(self, rank: int, action: Action) -> None:
         stage, kind, microbatch = action
@@ -242,7 +248,7 @@ class _Ranks:
         gives = end is None or self.rank_of[end] == rank
         made = [Action(maker_stage, maker, microbatch) in self.times for maker in makers]
         if gives and makers and not any(made):
-            raise _Fault(f"{action}: there is nothing to give")
+            raise _Fault(f"{action}: the tensor for this collective has not been made")
         self.started[action] = self.free[rank]
         self.calls[kind][rank].append(action)
 
@@ -253,7 +259,7 @@ class _Ranks:
                 together = [row[self.called[kind]] for row in rows]
                 if len({action.microbatch for action in together}) > 1:
                     raise _Fault(
-                        f"{together[0]}: another rank is in this collective for another microbatch"
+                        f"{together[0]}: another rank calls this collective for another microbatch"
                     )
                 before = [row[self.called[kind] - 1] for row in rows] if self.called[kind] else []
                 start = max(self.started[action] for action in together)
@@ -269,7 +275,7 @@ class _Ranks:
         stage, kind, microbatch = action
         other = stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
         if not 0 <= other < len(self.rank_of) or self.rank_of[other] == rank:
-            raise _Fault(f"{action}: there is no other rank")
+            raise _Fault(f"{action}: the stage at the other end is missing, or on the same rank")
         there = self.rank_of[other]
         self.started[action] = self.free[rank]
         if kind in (Kind.RECV_F, Kind.RECV_B):
@@ -277,7 +283,7 @@ class _Ranks:
             return
         makers: list[Kind] = [F] if kind is Kind.SEND_F else [I, B]
         if not any(Action(stage, maker, microbatch) in self.times for maker in makers):
-            raise _Fault(f"{action}: there is nothing to send")
+            raise _Fault(f"{action}: the pass that makes the message has not run")
         self.sends[rank, there, kind is Kind.SEND_F].append(action)
 
     def move_messages(self) -> bool:
@@ -301,7 +307,7 @@ class _Ranks:
         else:
             meant = Action(send.stage - 1, Kind.RECV_B, send.microbatch)
         if receive != meant:
-            raise _Fault(f"{send} meets {receive}")
+            raise _Fault(f"the message of {send} arrives at {receive}")
         end = start + self.seconds(send)
         self.times[send], self.times[receive] = (start, end), (end, end)
         return end
@@ -321,19 +327,22 @@ class _Ranks:
             for k in range(self.problem.microbatches):
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
-                    raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
+                    raise _Fault(
+                        f"the passes of microbatch {k} on stage {stage} are {passes}, and others "
+                        "are required"
+                    )
         if self.problem.options.vocab_parallel is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
         away = [what for what, where in self.where.items() if where != "here"]
         if away:
-            raise _Fault(f"never brought back: {away}")
+            raise _Fault(f"outputs of these passes were never copied back from the host: {away}")
         waits = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
         for action in self.times:
             if action.microbatch >= self.problem.microbatches:
-                raise _Fault(f"{action}: there is no such microbatch")
+                raise _Fault(f"{action}: the step has no microbatch {action.microbatch}")
             wait = waits.get(action.kind)
             if wait and action._replace(kind=wait) not in self.times:
-                raise _Fault(f"nobody waits for {action}")
+                raise _Fault(f"no action waits until {action} has been sent")
         self.check_data()
 
     def check_data(self) -> None:
@@ -357,10 +366,16 @@ class _Ranks:
             for k in range(self.problem.microbatches):
                 passes = {kind for kind in BROUGHT if Action(stage, kind, k) in self.times}
                 if passes != of_rank:
-                    raise _Fault(f"microbatch {k} on the shard of rank {rank} has had {passes}")
+                    raise _Fault(
+                        f"the passes of microbatch {k} on the shard of rank {rank} are {passes}, "
+                        "and others are required"
+                    )
                 waits = {GIVEN[w] for w in GIVEN if Action(stage, w, k) in self.times}
                 if waits != self.only_given(rank):
-                    raise _Fault(f"microbatch {k} on rank {rank}: waited for {waits}")
+                    raise _Fault(
+                        f"microbatch {k} on rank {rank}: the rank has waited for the "
+                        f"collectives {waits}"
+                    )
 
 
 # For each copy, and wait for a copy: the pass whose output is copied, and where the output is

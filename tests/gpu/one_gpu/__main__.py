@@ -22,11 +22,13 @@ from tests.gpu.one_gpu.wheels import unpack
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sys.exit also ends the running case
     parser = argparse.ArgumentParser(prog="scripts/gpu_tests.sh --one-gpu")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with gloo")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run the parts on the CPU, with gloo"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-tests")
     parser.add_argument("--wheels", type=Path, default=Path(os.environ.get("WHEELS", "wheels")))
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"one of {', '.join(parts('cpu'))}"
+        "parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(parts('cpu'))}"
     )
     given = parser.parse_args()
     known = parts("cpu" if given.rehearse else "cuda")

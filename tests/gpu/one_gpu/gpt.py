@@ -97,7 +97,9 @@ def reference(kind: str, layers: str) -> None:
 def stock(kind: str, layers: str) -> None:
     """Compare the losses of Megatron's own pipeline of two ranks with the reference."""
     if refusal():
-        raise CannotRun(f"stock sends over NCCL: {refusal()}")
+        raise CannotRun(
+            f"Megatron's own pipeline sends only over NCCL, which failed here: {refusal()}"
+        )
     messages = "NCCL" if kind == "cuda" else "gloo"
     _compare("stock's 1F1B", messages, layers, *_timed(kind, layers, "stock"))
 
@@ -116,7 +118,9 @@ def _timed(
 ) -> tuple[list[str], float]:
     words = (*layer_flags(kind, layers), *checkpoint(layers), *words)
     if not _reference(layers).exists():
-        raise CannotRun("the losses to compare with are missing: see the reference")
+        raise CannotRun(
+            "the losses to compare with are missing, as the reference run has failed or not run"
+        )
     begin = time.monotonic()
     losses = train(kind, f"gpt-{layers}-{name}", RANKS, *words, by_host=by_host)
     return losses, time.monotonic() - begin

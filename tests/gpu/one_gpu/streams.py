@@ -70,7 +70,10 @@ def experts(kind: str, spec: str, offload: str) -> None:
         tell(f"{name}: losses", " ".join(losses))
         return
     if not reference.exists():
-        raise CannotRun("the losses to compare with are missing: see the run without offload")
+        raise CannotRun(
+            "the losses to compare with are missing, as the run without offload has "
+            "failed or not run"
+        )
     is_same = reference.read_text().split() == losses
     figure = "those without" if is_same else f"{' '.join(losses)}, not those without"
     tell(f"{name}: losses", figure, is_same)
@@ -80,7 +83,7 @@ def capture(kind: str) -> None:
     """Capture a graph for a while, with the watchdog of a step that has just ended in another
     thread."""
     if kind == "cpu":
-        raise CannotRun("graphs are captured on a GPU")
+        raise CannotRun("CUDA graphs can be captured only on a GPU")
     watchdog.LOOK_SECONDS = 0.01
     torch.cuda.init()
     recorder = Recorder(0)

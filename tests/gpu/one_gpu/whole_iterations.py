@@ -109,7 +109,7 @@ def train(kind: str, spec: str, *words: str) -> Steps:
 
 
 def _plan_nothing(*unused: object) -> Any:
-    raise AssertionError("nothing is to be planned")
+    raise AssertionError("this test names its schedule, so nothing may be planned")
 
 
 def eager(kind: str, spec: str) -> None:
@@ -121,7 +121,10 @@ def eager(kind: str, spec: str) -> None:
 
 def graph(kind: str, spec: str) -> None:
     if not _reference(spec).exists():
-        raise CannotRun("the weights to compare with are missing: see the case without a graph")
+        raise CannotRun(
+            "the weights to compare with are missing, as the case without a graph has "
+            "failed or not run"
+        )
     whole_graphs.without_the_refusal(setattr)
     if kind == "cpu":
         whole_graphs.captured_on_the_cpu(setattr)

@@ -61,14 +61,14 @@ def switch(value: Value) -> tuple[str, ...]:
         return ()
     if value is True:
         return ("",)
-    raise ValueError("it is True or False")
+    raise ValueError("the value must be True or False")
 
 
 def number(value: Value) -> tuple[str, ...]:
     """Return no class for a size or a factor, which needs no test."""
     if value is None or isinstance(value, int | float):
         return ()
-    raise ValueError("it is a number")
+    raise ValueError("the value must be a number")
 
 
 def anything(value: Value) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def at_least(least: int) -> Classes:
         if value is None:
             return ()
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError("it is a number")
+            raise ValueError("the value must be a number")
         return (f">= {least}",) if value >= least else ()
 
     return classes
@@ -107,7 +107,7 @@ def one_of(*values: str, off: Iterable[str] = (), same: Mapping[str, str] | None
             return ()
         if value in values:
             return (value,)
-        raise ValueError(f"it is one of {', '.join((*values, *off))}")
+        raise ValueError(f"the value must be one of {', '.join((*values, *off))}")
 
     return classes
 

@@ -63,21 +63,25 @@ def read_mark(
     if grade not in GRADES:
         raise ValueError(f"{test}: grade {grade!r} is not one of {', '.join(GRADES)}")
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
-        raise ValueError(f"{test}: kinds of schedule {kinds!r} are not of {KINDS}")
+        raise ValueError(f"{test}: kinds of schedule {kinds!r} are not all among {KINDS}")
     if needs_gpu != (grade == "C"):
-        raise ValueError(f"{test}: grade C is of tests for GPUs, and these have no other")
+        raise ValueError(f"{test}: tests that need a GPU have grade C, and no other tests have it")
     try:
         shown = features_of_flags(settings)
     except ValueError as error:
         raise ValueError(f"{test}: {error}") from None
     if grade == "A" and (stood_in := sorted(filter(has_a_stand_in, shown))):
         raise ValueError(
-            f"{test}: grade A is of Megatron's own code, and {stood_in[0]} has a stand-in"
+            f"{test}: grade A is for tests of Megatron's own code, but {stood_in[0]} has only a "
+            "stand-in here"
         )
     if needs_gpu:
         shown = frozenset(filter(may_wait_for_a_gpu, shown))
         if not shown:
-            raise ValueError(f"{test}: nothing in {dict(settings)} has to wait for a GPU")
+            raise ValueError(
+                f"{test}: grade C is for settings that only GPUs can show, and "
+                f"{dict(settings)} has none"
+            )
     return Shown(test, grade, tuple(kinds), shown)
 
 

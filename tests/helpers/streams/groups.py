@@ -223,7 +223,9 @@ def _peer(group: Any, tensors: Any, peer: int, *unused: Any) -> str:
 
 def _unknown(name: str) -> Callable[..., Any]:
     def fail(*unused: Any, **more: Any) -> Any:
-        raise AssertionError(f"ProcessGroup.{name} is not emulated: nothing would be known of it")
+        raise AssertionError(
+            f"ProcessGroup.{name} is not emulated, so its reads and writes would be missed"
+        )
 
     return fail
 

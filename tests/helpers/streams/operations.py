@@ -53,7 +53,7 @@ class Operations(TorchDispatchMode):
             return operation(*args, **kwargs)
         name, read, written = _uses_of(operation)
         is_known = not name.startswith(("c10d::", "_c10d_functional::")) or name in _OF_HOSTS
-        assert is_known, f"{name} is not emulated: nothing would be known of it"
+        assert is_known, f"{name} is not emulated, so its reads and writes would be missed"
         outputs = operation(*args, **kwargs)
         given = {argument.name: value for argument, value in _named(operation, args, kwargs)}
         reads = [t for argument in read for t in _tensors(given.get(argument))]

@@ -192,7 +192,7 @@ def test_where_nothing_is_known_it_is_said_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a step is recorded that nobody asked for")
+        raise AssertionError("a step is recorded although no flag requests it")
 
     monkeypatch.setattr(Recorder, "record", refuse)
     run(2, {"train_iters": 2})

@@ -199,4 +199,4 @@ def test_a_rank_alone_runs_what_the_training_searches_for(
 
 
 def _no_search(*given: object) -> None:
-    raise AssertionError("a rank alone searches")
+    raise AssertionError("a rehearsed rank must not search for a schedule")

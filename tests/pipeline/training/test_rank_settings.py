@@ -62,7 +62,9 @@ def parser_names() -> set[str]:
     return {action.dest for action in parser._actions}
 
 
-@pytest.mark.skipif(not core.__version__.startswith("0.19"), reason="0.19's arguments")
+@pytest.mark.skipif(
+    not core.__version__.startswith("0.19"), reason="the numbers are of Megatron 0.19's arguments"
+)
 def test_each_argument_of_megatron_has_a_class() -> None:
     names, known = parser_names(), known_settings()
     assert not names - known.keys()

@@ -142,7 +142,7 @@ def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
     for rank, row in enumerate(rows):
         for stage, kind, k in row:
             if placement.rank_of[stage] != rank:
-                raise Problematic(f"stage {stage} runs on rank {rank}")
+                raise Problematic(f"stage {stage} has a pass on rank {rank}, which is not its rank")
             for duty in "IW" if kind is Kind.FULL_BACKWARD else kind:
                 order.setdefault((stage, duty), []).append(k)
                 earlier = {"F": None, "I": "F", "W": "I"}[duty]
@@ -151,7 +151,9 @@ def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
     for stage in range(placement.stages):
         for duty in "FIW":
             if order.get((stage, duty)) != list(range(m)):
-                raise Problematic(f"{duty} of stage {stage} runs for {order.get((stage, duty))}")
+                raise Problematic(
+                    f"the microbatches of {duty} on stage {stage} are {order.get((stage, duty))}"
+                )
 
 
 def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float:
@@ -198,14 +200,14 @@ def attempt(case: Case, limit: MemoryLimit | None) -> tuple[float, str]:
         allowed = limit.bytes if limit.bytes is not None else limit.microbatches
         assert allowed is not None
         if peak(rows, problem, unit) > allowed * (1 + 1e-9):
-            raise Problematic(f"the peak is {peak(rows, problem, unit)}")
+            raise Problematic(f"the peak {peak(rows, problem, unit)} exceeds the limit {allowed}")
     return held, ""
 
 
 def named_limit(refusal: str, case: Case) -> MemoryLimit:
     match = re.search(r"least feasible limit(?: for it)? is ([\w.]+)( bytes)?", refusal)
     if match is None:
-        raise Problematic(f"no limit is named: {refusal}")
+        raise Problematic(f"the refusal names no feasible memory limit: {refusal}")
     if match[2]:
         return MemoryLimit(bytes=int(float(match[1])) + 1)
     return parse_limit(match[1], case.ranks, case.microbatches)
@@ -266,9 +268,9 @@ def test_what_a_program_must_not_be_is_found() -> None:
     rows = build_program(choose("1f1b"), problem).schedule.compute_rows
     check_rows(rows, problem)
     for wrong, said in (
-        (rows[::-1], "runs on rank"),
+        (rows[::-1], "which is not its rank"),
         ([rows[0][::-1], rows[1]], "comes before"),
-        ([rows[0][:-1], rows[1]], "runs for"),
+        ([rows[0][:-1], rows[1]], "the microbatches of I on stage 0 are"),
     ):
         with pytest.raises(Problematic, match=said):
             check_rows(wrong, problem)

@@ -48,7 +48,7 @@ def on_no_rank():
 def test_lines_that_only_ranks_run_are_counted(tmp_path: Path) -> None:
     """Coverage counts lines that only forked ranks run, although these ranks end by os._exit or are
     terminated."""
-    coverage = pytest.importorskip("coverage", reason="needs coverage, of the extra dev")
+    coverage = pytest.importorskip("coverage", reason="needs the package coverage (.[dev])")
     for name, text in (("script.py", SCRIPT), ("work.py", WORK)):
         (tmp_path / name).write_text(text.lstrip())
     # The settings of a coverage run around this test are removed.

@@ -53,16 +53,28 @@ def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
     ("mark", "told"),
     [
         (lambda: read(context_parallel=2), "there is no setting 'context_parallel'"),
-        (lambda: read(optimizer="adamw"), "optimizer='adamw' is not known: it is one of"),
+        (
+            lambda: read(optimizer="adamw"),
+            "optimizer='adamw' is not known: the value must be one of",
+        ),
         (lambda: read(recompute_modules=["mla"]), "unknown values mla: write some of core_attn"),
-        (lambda: read(packed=1), "it is True or False"),
+        (lambda: read(packed=1), "the value must be True or False"),
         (lambda: read("D"), "grade 'D' is not one of A, B, C"),
         (lambda: read("A", "line"), "kinds of schedule 'line' are not"),
         (lambda: read("A", ("zb-h1",)), "kinds of schedule"),
-        (lambda: read("C", LINE, packed=True), "grade C is of tests for GPUs"),
-        (lambda: read("A", LINE, needs_gpu=True, packed=True), "grade C is of tests for GPUs"),
-        (lambda: read("C", LINE, needs_gpu=True, packed=True), "has to wait for a GPU"),
-        (lambda: read("A", LINE, moe_flex_dispatcher_backend="deepep"), "deepep has a stand-in"),
+        (lambda: read("C", LINE, packed=True), "tests that need a GPU have grade C"),
+        (
+            lambda: read("A", LINE, needs_gpu=True, packed=True),
+            "tests that need a GPU have grade C",
+        ),
+        (
+            lambda: read("C", LINE, needs_gpu=True, packed=True),
+            "grade C is for settings that only GPUs can show",
+        ),
+        (
+            lambda: read("A", LINE, moe_flex_dispatcher_backend="deepep"),
+            "deepep has only a stand-in",
+        ),
         (lambda: read_mark("a test", ("A",), {}, needs_gpu=False), "requires a grade and kinds"),
     ],
 )

@@ -236,12 +236,14 @@ def test_every_problem_is_listed_and_nothing_changed(theirs: Any, make_module: M
             [
                 wrap("fake_theirs:other", ours, reason="fits"),
                 wrap("fake_broken:train", ours, reason="there is no such module"),
-                wrap("fake_theirs:gone", ours, reason="no function"),
+                wrap("fake_theirs:gone", ours, reason="there is no such function"),
                 wrap("fake_theirs:Layer.gone", ours, reason="the class has no such method"),
                 wrap("fake_theirs:train", ours, reason="changed", signature="(steps)"),
                 wrap("fake_theirs:Layer.forward", ours, reason="changed", digests={"1": "0" * 12}),
-                replace("fake_theirs:FLAG", 1, reason="no function", signature="()"),
-                replace("builtins:len", len, reason="no source", digests={"1": "0" * 12}),
+                replace("fake_theirs:FLAG", 1, reason="the target is no function", signature="()"),
+                replace(
+                    "builtins:len", len, reason="the target has no source", digests={"1": "0" * 12}
+                ),
             ]
         )
     assert_same(before, state(theirs))
@@ -391,8 +393,12 @@ def test_lazy_module_attribute_is_lazy_again_after_undo(make_module: MakeModule)
 @pytest.mark.parametrize(
     "failing",
     [
-        replace("builtins:int.bit_length", lambda self: 0, reason="an immutable type"),
-        replace("builtins:bool.bit_length", lambda self: 0, reason="inherited, immutable"),
+        replace("builtins:int.bit_length", lambda self: 0, reason="int is an immutable type"),
+        replace(
+            "builtins:bool.bit_length",
+            lambda self: 0,
+            reason="bool inherits the method, and is immutable",
+        ),
     ],
 )
 def test_failure_during_the_swap_undoes_all(
