@@ -72,7 +72,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.arguments:validate_args",
             lambda original, args, defaults={}: validate(original, args, defaults),
-            reason="settings that a schedule does not support are refused with the arguments",
+            reason="unsupported settings are refused when Megatron validates its arguments",
             signature="(args, defaults={})",
         ),
     )
