@@ -61,7 +61,7 @@ def test_without_a_listener_nothing_runs() -> None:
 
 def test_a_line_that_cannot_be_written_ends_nothing() -> None:
     """If a progress line cannot be written, the work and later lines go on. The thread that prints
-    these lines used to end with the first that failed."""
+    these lines used to end at the first line that it could not write."""
     heard: list[str] = []
 
     def fail_once(text: str) -> None:

@@ -201,8 +201,8 @@ def test_one_unit_of_whole_backwards_is_breadth_first(vpp: int) -> None:
 
 
 def test_a_limit_chooses_the_unit() -> None:
-    """The family "units" chooses its unit of microbatches by the memory limit. More memory never
-    makes the step longer, and all memory is used if that is fastest."""
+    """The family "units" chooses the number of microbatches in a unit by the memory limit. More
+    memory never makes the step longer, and all memory is used if that is fastest."""
     before = math.inf
     for limit in (1, 2, 4, 6, 8, 12, 16):
         problem = replace(problem_for("units", 4, 16), memory_limit=MemoryLimit(microbatches=limit))

@@ -241,6 +241,6 @@ def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -
 
 
 def test_patches_never_shadow_megatron() -> None:
-    """patches/ is not on the module path. With it, ``import megatron`` would find our mirror of
+    """patches/ is not on the module path. If it were, ``import megatron`` would find our mirror of
     Megatron's tree."""
     assert not [entry for entry in sys.path if Path(entry).resolve() == ROOT / "patches"]

@@ -96,9 +96,8 @@ def test_a_file_of_the_last_version_is_refused_and_read_once_edited(
 
 
 def test_the_command_of_the_page_edits_costs(tmp_path: Path) -> None:
-    """The command on the page (sed) renames the keys of a costs file. In the file, the section
-    about the measured machine has a version number of its own, which the command does not
-    change."""
+    """The sed command on the page renames the keys of a costs file. The file's section about the
+    measured machine has a version number of its own, which the command does not change."""
     path = tmp_path / "costs.json"
     costs = parse_costs(COSTS, v(2))
     save_costs(costs, path, {"machine": {"version": 1}})

@@ -2,10 +2,10 @@
 reaches it.
 
 Pipelines that no communication connects come to different shapes and numbers of microbatches in
-their steps. All ranks used to exchange each new program with offload, the end of each turn of a
-race, and each shape whose costs were measured. A pipeline that came there alone waited for ever,
-without a message. A search of the sources finds such collectives, which a training of equal
-pipelines never shows.
+their steps. All ranks used to join a collective for each new program with offload, at the end of
+each turn of a race, and for each shape whose costs were measured. A pipeline that came there alone
+waited for ever, without a message. A search of the sources finds such collectives, which a training
+of equal pipelines never shows.
 """
 
 from __future__ import annotations

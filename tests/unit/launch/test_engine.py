@@ -320,8 +320,9 @@ def test_a_patch_for_several_versions_fits_each_and_no_other(theirs: Any) -> Non
 
 
 def test_an_original_that_does_it_by_itself_is_left_as_it_is(theirs: Any) -> None:
-    """A patch leaves an original alone whose source is listed as needing no patch. Megatron 0.20
-    cuts padded buckets correctly and 0.19 does not; patched twice, the buckets would be wrong."""
+    """A patch leaves a function as it is if the function's source is listed as needing no patch.
+    Megatron 0.20 cuts padded buckets correctly and 0.19 does not; patched twice, the buckets would
+    be wrong."""
     digest, original = source_digest(theirs.train), theirs.train
     mended = {"digests": {"1": "0" * 12}, "needless": {"2": digest}}
     with apply([wrap("fake_theirs:train", ours, reason="test", **mended)]) as handle:

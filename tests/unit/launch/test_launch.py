@@ -519,9 +519,10 @@ def node(
 def test_a_mistake_of_one_rank_or_node_is_said_by_it(
     rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
-    """A mistake of a single rank or node is printed by that rank. Only global rank 0 used to print
-    mistakes, and later each node's first rank. A schedule file that was missing on another node, or
-    a wrong variable on another rank, then ended the launch with status 2 and no message."""
+    """A mistake that only one rank or node makes is printed by that rank. At first only global rank
+    0 printed mistakes, and later only the first rank of each node. A schedule file that was missing
+    on another node, or a wrong variable on another rank, then ended the launch with status 2 and no
+    message."""
     assert node.says(rank, local_rank) == said
 
 

@@ -339,7 +339,7 @@ def test_the_loss_and_the_embeddings_table_take_memory() -> None:
 
 def test_multi_token_prediction_is_on_the_last_stage() -> None:
     """Multi-token prediction is on the last stage by default. Each depth is a layer, a projection
-    of two widths to one, and a run of the output layer."""
+    from twice the hidden size to the hidden size, and a run of the output layer."""
     rows, depths = 50304, 2
     model = gpt(16, rows)
     without = costs_of(model=model)

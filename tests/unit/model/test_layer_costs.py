@@ -56,8 +56,8 @@ def test_parts_that_sums_separate_are_found() -> None:
 
 
 def test_parts_that_no_sum_separates_keep_their_proportions() -> None:
-    """Parts whose times no measured sum separates keep their estimated proportions to each other,
-    even if other parts are separated."""
+    """Parts of a model keep their estimated proportions to each other if no measured sum separates
+    their times, even if other parts are separated."""
     expected = np.array([[4.0, 1, 0], [4, 1, 2], [8, 2, 3]])
     fit = fit_scales(expected, expected @ [2.0, 2.0, 0.5])
     assert fit.scales == pytest.approx((2.0, 2.0, 0.5))

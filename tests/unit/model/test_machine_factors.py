@@ -203,9 +203,9 @@ def test_the_factors_of_an_emulated_machine_come_back(tmp_path: Path) -> None:
 def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
     ranks: int, stages: int, tmp_path: Path
 ) -> None:
-    """With measured factors of the machine, the estimate for other sizes is that machine's time to
-    1 %. With measured costs by layer type only, a layer at TP 8 is scaled as at TP 2, and the
-    estimate is wrong by more than 10 %."""
+    """With measured factors of the machine, the estimate for other sizes differs from that
+    machine's time by at most 1 %. With measured costs by layer type only, a layer at TP 8 is scaled
+    as at TP 2, and the estimate is wrong by more than 10 %."""
     told = costs_of(ranks, stages, rates_in(profiled(tmp_path, factors())))
     true = costs_of(ranks, stages, TRUE)
     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
@@ -240,7 +240,7 @@ def test_experts_on_more_or_fewer_ranks_cost_what_they_do_there(ranks: int, tmp_
 
 def test_exchanges_take_the_factor_of_their_length() -> None:
     """An exchange of tokens between experts' ranks takes the factor measured for its size. The
-    factor does not apply to another library, which sends each token once to each rank."""
+    factor does not apply to exchanges by a library that sends each token once to each rank."""
     rates = replace(SHEET, factors=factors(EXPERTS))
     for size, factor in ((2**19, 5), (2**24, 1.4)):
         there_and_back = Exchange(Group.EXPERT, 8, 1, Passes(2 * size, 2 * size))

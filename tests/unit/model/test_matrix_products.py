@@ -94,7 +94,7 @@ def test_more_tokens_are_no_less_efficient() -> None:
 
 def test_only_weight_gradients_take_longer_in_mxfp8() -> None:
     """In MXFP8 only weight gradients take longer than in FP8 with one scale for each tensor.
-    Trainings with LoRA, which have no such gradients, take equally long."""
+    Trainings with LoRA, which have no such gradients, take equally long in both."""
     fp8, mxfp8 = (
         Execution(4096, precision=Precision.FP8),
         Execution(4096, precision=Precision.MXFP8),

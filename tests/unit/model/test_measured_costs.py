@@ -264,9 +264,9 @@ def test_a_schedule_that_has_not_changed_says_so() -> None:
 
 
 def test_an_order_that_is_better_stays_where_it_may() -> None:
-    """If a search with measured costs finds a worse order than the one that runs, that order stays,
-    with new places for its messages, unless the memory limit forbids it. Here the schedule zb-auto
-    finds a worse order."""
+    """If a search with measured costs finds a worse order than the one that runs, the running order
+    stays, with new places for its messages, unless the memory limit forbids it. Here the schedule
+    zb-auto finds a worse order."""
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)

@@ -62,8 +62,8 @@ SPECS = (
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_ranks_that_share_no_clock_give_the_makespan(spec: str, ranks: int) -> None:
-    """The makespan follows from ranks without a common clock, because a rank's first pass and its
-    last I wait for messages of neighbours."""
+    """The makespan can be computed for ranks without a common clock, because a rank's first pass
+    and its last I wait for messages of neighbours."""
     program = program_of(spec, ranks, 3 * ranks)
     predicted = simulate(program, program.problem.costs)
     measured = metrics(told(program, [predicted, predicted.moved(0.0, 3.0)]), predicted)

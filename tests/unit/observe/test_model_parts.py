@@ -128,8 +128,8 @@ def test_without_parts_all_is_cut_evenly() -> None:
 
 
 def test_a_stage_of_ones_own_keeps_its_time() -> None:
-    """A stage that exists under both placements keeps its measured time. Under Megatron's own
-    placement, or another one with as many stages, no time is fitted."""
+    """A stage that exists under both placements keeps its measured time. For Megatron's own
+    placement, and for others with as many stages, no time has to be fitted."""
     costs = costs_of(seen("1f1b", 2, parts(2, 5.0))).costs(2)
     assert costs is not None
     for kind, figures in true_costs(2).seconds.items():

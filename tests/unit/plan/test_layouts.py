@@ -264,8 +264,9 @@ def test_what_does_not_fit_is_moved_until_it_does() -> None:
 
 
 def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
-    """If the simulated memory of a layout exceeds the limit although its estimate does not, layers
-    are moved until it fits. Here it exceeds the limit by half a message."""
+    """If the simulated memory of a layout exceeds the limit although its estimated memory does not,
+    layers are moved until the simulated memory fits. Here it exceeds the limit by half a
+    message."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
     message = training.variant("1f1b", evenly(16, 4)).problem.costs.links.message_bytes

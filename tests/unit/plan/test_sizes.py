@@ -138,8 +138,8 @@ def test_estimate_is_near_the_simulation() -> None:
     """The estimate of a step is between 0.85 and 1.02 times its simulation.
 
     The estimate balances layers over the stages. The simulation of this test puts equally many on
-    each rank, although the last one also has the whole loss. One row, with 16 ranks, is further off
-    for this reason.
+    each rank, although the last one also has the whole loss. For this reason the estimate of the
+    sizes with 16 pipeline ranks is further off.
     """
     far = {
         job.sizes: estimate / simulation

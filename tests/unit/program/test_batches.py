@@ -1,5 +1,5 @@
-"""Tests of messages over one communicator: which ones move together, in which order, and which
-orders are refused."""
+"""Tests of messages that share one communicator: which ones are sent in one batch, in which order,
+and which orders are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of when passes start: from one vector of seconds and from many at once, without messages
-and with them."""
+"""Tests of the start times of passes, computed for one vector of seconds and for many at once,
+without messages and with them."""
 
 from __future__ import annotations
 

@@ -323,9 +323,9 @@ def test_copies_do_not_stand_behind_waits_for_sends() -> None:
 
 
 def test_messages_count_where_the_limit_is_in_bytes() -> None:
-    """Messages count against a memory limit in bytes: a received one until the pass that uses it
-    has run, and a sent one from its pass until the wait. They do not count against a limit in
-    microbatches, which is the unit of the papers."""
+    """Messages count against a memory limit in bytes: a received message until the pass that uses
+    it has run, and a sent message from the pass that computes it until the wait for its send. They
+    do not count against a limit in microbatches, which is the unit of the papers."""
     amount = {Held.ACTIVATION: 10.0, Held.WEIGHT_INPUTS: 4.0, Held.MESSAGE: 1.0}
     (row,) = rows_of(
         "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1RECV_B0 1WAIT_F0 1I0 1SEND_B0 1W0 1WAIT_B0"

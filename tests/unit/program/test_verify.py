@@ -527,8 +527,9 @@ def test_prove_refuses_exactly_the_orders_that_cannot_run(case: Case, seed: int)
 
 
 def test_damage_is_of_all_sorts() -> None:
-    """Random damage yields schedules of all four verdicts. If no damaged schedule ran, or none
-    hung, the two tests of what `prove` refuses, which use the same damage, would show nothing."""
+    """Random damage yields schedules with all four verdicts: they run, are refused, hang, or hang
+    only on a device that blocks. If no damaged schedule ran, or none hung, the two tests of what
+    `prove` refuses, which use the same damage, would show nothing."""
     kinds = ("runs", "refused", "hangs", "hangs on a device")
     counts: Counter[str] = Counter()
     for seed in range(500):

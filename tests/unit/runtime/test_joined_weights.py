@@ -58,8 +58,8 @@ def test_a_weight_that_is_used_twice_has_a_product_for_each_use() -> None:
 
 
 def test_other_gradients_are_added_one_after_the_other() -> None:
-    """Gradients that are no product of rows are added one after the other. The rows of a quantised
-    layer have scales of their own, so its gradient is no such product."""
+    """Weight gradients that cannot be computed as one product over the rows of all slices are added
+    one after the other. In a quantised layer the rows of each slice have scales of their own."""
     waiting, order, quantised = WeightGradients(), list[int](), weight()
 
     def compute(number: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Tests of values that one rank sends to all others, and of a rank that runs alone.
 
-Under torch's fake backend, a rank other than the first used to wait for the values of rank 0. The
-size that it never received was garbage, and it tried to allocate 94 TB.
+Under torch's fake backend, a rank other than the first used to wait for the values of rank 0. It
+never received their size, took garbage for it, and tried to allocate 94 TB.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def test_rows_without_an_estimate_have_no_figure() -> None:
 
 
 def test_steps_are_paired_by_gpu_and_by_scales() -> None:
-    """Seconds on GB300 are compared with those of the same work on GB200, whatever the layouts;
-    MXFP8 with FP8 on one layout."""
+    """Seconds on GB300 are compared with those of the same work on GB200, whatever the layouts.
+    Seconds with MXFP8 are compared with those with FP8 on the same layout."""
     steps = [step for step in STEPS if not step.job.startswith(OF_SIZES)]
     found = [PredictedStep(step, 2 * step.seconds, 1.0) for step in steps]
     pairs = on_both_generations(found)

@@ -83,8 +83,9 @@ def test_bytes_of_a_configuration(predicted: Predicted) -> None:
 
 
 def test_figures_of_two_configurations() -> None:
-    """The script's numbers are right for two configurations whose order is predicted wrongly. The
-    predicted best one takes 50 % longer, and is predicted not to fit."""
+    """The script's numbers are right for two configurations that are predicted in the wrong order.
+    The one with the shorter predicted step takes 50 % longer, and the other one is predicted not to
+    fit. Two more ran out of memory."""
     row = replace(ROWS[0], number=1, seconds=10.0, job=f"{OF_SIZES}set")
     slow = of(row, number=2, seconds=15.0, mbs=2)
     failed = of(row, number=3, seconds=inf, mbs=4)

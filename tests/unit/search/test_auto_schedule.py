@@ -241,8 +241,8 @@ def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
     """The wait for the send of an output comes before the output's gradient is used.
 
     A wave placement sends the outputs of two stages over one channel. The wait for the first send
-    used to be late, which delayed the wait for the second send. I then ran while the output of the
-    second stage was not freed.
+    used to be late, which delayed the wait for the second send. The pass I of the second stage then
+    ran while that stage's output was not freed.
     """
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))

@@ -127,7 +127,7 @@ def test_patterns_are_what_they_say(p: int, limit: float) -> None:
 )
 def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
     """Patterns exist for any costs: costs and bytes that differ from rank to rank, messages that
-    differ from link to link, W that needs more memory than F leaves, and odd p."""
+    differ from link to link, inputs of W that are larger than the activations of F, and odd p."""
     random = Random(seed)
     ranks = [
         RankWork(

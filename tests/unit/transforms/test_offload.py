@@ -234,7 +234,7 @@ def test_copies_drawn() -> None:
     """Copies are as drawn on the page, with p = 1, m = 4 and forward passes first.
 
     While 0F1 runs, the activations of 0F0 are copied to the host and then freed. Two microbatches
-    are offloaded, and each is copied back during the pass before its own.
+    are offloaded, and each is copied back during the pass before its backward pass.
     """
     placement = line(1)
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
@@ -457,8 +457,8 @@ def test_a_divided_vocabulary() -> None:
 
 def test_logits_that_do_not_leave_are_not_copied() -> None:
     """With a split vocabulary the last stage holds no more memory than other stages, so its copies
-    take no longer than theirs. If the output layer's W runs with I, W reads less on the last
-    stage."""
+    take no longer than theirs. If the output layer's weight gradient is computed in I, the inputs
+    of W on the last stage take no longer to copy either."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
     layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)

@@ -246,8 +246,8 @@ def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, in
 @given(seeds)
 def test_what_fits_is_within_the_limit(seed: int) -> None:
     """Recompute keeps the order of F, I and B, and moves no W later. The memory is the one counted
-    by hand. If a schedule exceeds the limit, it would do so even with all activations
-    recomputed."""
+    by hand. If a schedule with recompute is over the limit, it would be so even with all
+    activations recomputed."""
     random, case = Random(seed), random_case(seed)
     limit = MemoryLimit(microbatches=random.choice([1.0, 1.5, 2.0, 3.0]))
     problem = replace(case.problem, memory_limit=limit).with_options(recompute=FIT)

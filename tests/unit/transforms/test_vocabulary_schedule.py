@@ -97,8 +97,8 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
     or two microbatches more.
 
     Passes of the vocabulary used to be inserted by their start times in a simulation. A rank that
-    waits for others then held up to one microbatch more, and a pass that takes no time, or a
-    message longer than an interval, came before something that it needs.
+    waits for others then held up to one microbatch more. A pass that takes no time, or a message
+    that takes longer than the passes of a microbatch, came before something that it needs.
     """
     name, problem = random_problem(Random(seed), LINES + VS, 9)
     program = build_program(choose(name), problem)
@@ -317,7 +317,8 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_an_output_layer_costs_its_share(name: str) -> None:
     """A split output layer costs each rank its share. A step takes m intervals, the time in which
-    the pipeline fills, and one or two more intervals."""
+    the pipeline fills, and one or two more intervals. In an interval a rank runs all passes of one
+    microbatch."""
     ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
