@@ -207,15 +207,9 @@ def heard_of(gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[JobPlan, str]:
     return plan, first
 
 
-@pytest.mark.parametrize(
-    ("memory", "answer"),
-    [("3.38GiB", "--pipeline-recompute fit, as estimated"), ("1.6GiB", "nothing fits so far")],
-)
-def test_first_answer_is_given_where_nothing_fits_as_it_is(
-    memory: str, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, first = heard_of(f"operations=400e12,bytes=40e9,memory={memory}", monkeypatch)
-    assert answer in first
+def test_first_answer_is_given_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first = heard_of("operations=400e12,bytes=40e9,memory=1.6GiB", monkeypatch)
+    assert "nothing fits so far" in first
 
 
 def test_first_answer_does_not_wait_for_what_recompute_does(
@@ -586,13 +580,16 @@ def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
     assert any("GiB too much" in text or "which fits" in text for text in plan.fallbacks)
 
 
-def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that() -> None:
+def test_what_does_not_fit_is_recomputed_if_the_launch_accepts_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`plan` tries recompute for a launch that does not fit, unless a recomputed pass could not
     restore its random states (here --te-rng-tracker with dropout). It used to try only offload,
     although the schedules 1f1b and zb-h1 fit with half of the activations recomputed."""
     # Memory of a GPU: 3.33 GiB are left without the allocator's reserve.
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"
-    plan = made(small)
+    plan, first = heard_of(small, monkeypatch)
+    assert "--pipeline-recompute fit, as estimated" in first
     best = plan.plan.best
     assert best is not None and best.report.options.recompute.fit and best.report.recomputed > 0
     assert 101 * 2**20 < plan.verdict.excess < 102 * 2**20

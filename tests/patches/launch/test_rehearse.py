@@ -36,6 +36,7 @@ from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
 from megatron_ext.rehearsal.request import PeerValues, RankRequest
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import is_compute
+from tests.helpers.combinations import nightly
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search
@@ -285,6 +286,7 @@ def test_variables_in_place_of_flags_are_refused(
         rehearse(replace(own, launch=launch), run.start, print)
 
 
+@nightly("the next test loads such a file, and test_launch_job.py plans by one")
 def test_the_costs_file_is_a_profile_of_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from megatron_ext.schedule_families import zb_auto
 from megatron_ext.search import best
 from megatron_ext.search.extension import extended
 from tests.helpers.callers import draw_by_name, first_and_last, named_parameters, small_config
+from tests.helpers.combinations import at_night
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
 
@@ -150,7 +151,8 @@ def costs_by_now() -> Costs:
     return made_by_now().costs[None]
 
 
-@pytest.mark.parametrize("schedule", ["v-auto", "zb-auto"])
+# By day test_examples.py has zb-auto in verl's loop.
+@pytest.mark.parametrize("schedule", ["v-auto", *at_night("zb-auto")])
 def test_no_step_waits_for_a_search_but_the_first_of_a_training(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

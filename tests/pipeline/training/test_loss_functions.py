@@ -36,6 +36,7 @@ from tests.helpers.callers import (
     named_parameters,
     small_config,
 )
+from tests.helpers.combinations import at_night
 from tests.helpers.ranks import run_ranks, values
 
 # There are eight layers, as a wave placement has eight stages.
@@ -191,7 +192,7 @@ RECEIVING = {
 AGAINST_DIVIDED = {"non-loss data", "logits", "logits of an evaluation"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *at_night(torch.bfloat16)], ids=str)
 def test_loss_functions_receive_what_stock_gives_them(dtype: torch.dtype) -> None:
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):

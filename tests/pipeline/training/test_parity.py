@@ -190,6 +190,7 @@ def test_no_flag_means_stock() -> None:
     assert {run.schedule for run in runs} == {"forward_backward_pipelining_without_interleaving"}
 
 
+@nightly("test_placements.py has the script on a V, and test_packed_sequences.py on a loop")
 def test_the_upstream_script() -> None:
     script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}

@@ -500,7 +500,9 @@ def test_all_schedules_are_the_same_to_the_last_bit(model: str, schedule: str) -
     assert_same(runs, sliced(model))
 
 
-@pytest.mark.parametrize("model", ["TP 2, sequence parallel", *at_night(*JOINED)])
+@pytest.mark.parametrize(
+    "model", at_night("TP 2, sequence parallel", *JOINED) or ("grouped queries",)
+)
 def test_joined_weights_are_those_of_whole_sequences(model: str) -> None:
     """With --pipeline-join-slice-weights the weight gradients of a microbatch are one product over
     all of its slices, and equal those of whole sequences up to rounding."""
