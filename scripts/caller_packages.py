@@ -3,7 +3,8 @@
     PYTHONPATH=$(python scripts/caller_packages.py bridge) python ...    # or verl
 
 Torch and Megatron stay those of the environment: only what scripts/callers/NAME.txt lists is
-installed, without dependencies, into build/NAME/DIGEST, once for each text of that list.
+installed, without dependencies, into build/NAME/DIGEST. DIGEST is that of the list's text, so a
+changed list is installed anew.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class Chosen:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Flags whose values in a launch command do not count."""
+        """Flags of a launch command that the chosen flags replace, so that their values do not
+        count."""
         return (*self.dropped, *(word for word in self.flags if word.startswith("--")))
 
 

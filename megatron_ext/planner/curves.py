@@ -33,7 +33,8 @@ class Curves:
         by_limit: for each schedule that searches, the best within each memory limit, least memory
             first, as long as more memory shortens the step.
         by_microbatches: for the best schedules and 1F1B, the time of a step by the number of
-            microbatches. For a schedule that searches, the one used instead of a search is taken.
+            microbatches. In place of a schedule that searches, the schedule is taken that is used
+            where no search is possible.
     """
 
     by_limit: Mapping[str, Sequence[Candidate]]

@@ -58,7 +58,8 @@ class PlannedJob(ABC):
         nothing_fits: error message if nothing fits.
         confirms_all: whether every schedule that may prove to be the shortest is built with all
             microbatches, and not only what is recommended.
-        waits: the share of each pass that waits for other ranks of a layer, by their group.
+        waits: by group of ranks that share a layer and by kind of pass, the share of the pass that
+            waits for messages within the group.
     """
 
     text: str = ""
@@ -158,7 +159,8 @@ class JobPlan:
         others: alternatives in addition to the schedules of ``plan``: other layouts, recompute, and
             so on.
         long_sequences: alternatives for long sequences; None if they are short.
-        waits: the share of each pass that waits for other ranks of a layer, by their group.
+        waits: by group of ranks that share a layer and by kind of pass, the share of the pass that
+            waits for messages within the group.
         unequal: gains of arranged microbatches; None if no lengths were given, or nothing fits.
         curves: for the picture; None if none was requested.
         nothing_fits: error message if nothing fits.

@@ -227,7 +227,8 @@ class _Comparison:
     def _within_the_best(self, variant: Variant) -> Variant:
         """Return a searching schedule limited to the peak memory of the best candidate so far.
 
-        This applies if only times are known. Without a limit a search stays within 1F1B's memory.
+        Only a schedule whose model is not known, and that has no limit of its own, is limited so. A
+        search without any limit would stay within 1F1B's memory.
         """
         problem = variant.problem
         best = min(stable_of(self.candidates), key=by_time, default=None)

@@ -64,7 +64,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
 
 
 def _numbers_that_divide(layers: int, stages: int) -> str:
-    """Return, as text, the numbers of layers next to ``layers`` that can be redistributed."""
+    """Return, as text, the numbers of layers nearest to ``layers`` that Megatron can
+    redistribute."""
     fit = [
         n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
     ]

@@ -39,7 +39,7 @@ DTYPE = torch.float32
 
 
 def in_seconds(costs: str, placement: Placement) -> Costs:
-    """Return the costs that the text ``costs`` gives in milliseconds, in seconds.
+    """Return the costs in the text ``costs``, which are milliseconds, converted to seconds.
 
     Messages cost nothing in them: real messages are sent here, and take their own time.
     """

@@ -7,9 +7,9 @@ Costs are 10:12:8 for a rank's F, I and W, and 1 for a message; m = 4p (--microb
 cell is p:limit, the limit in microbatches. For each cell and each number of packed passes (in
 millions), a row has the CPU seconds of the search alone, those of the whole schedule (with the
 families from which the search starts, and the proof), the makespan, a lower bound, and the
-difference between these two. The last column is the longest period in which, as is proved within
---pattern-seconds, no V within the limit can run the passes of one microbatch over and over. Without
-numba the search packs in plain Python. Compiling is not counted.
+difference between these two. The last column is the longest period that is proved to be too short
+for a V within the limit whose steady state repeats one microbatch's passes; the proof ends after
+--pattern-seconds. Without numba the search packs in plain Python. Compiling is not counted.
 """
 
 from __future__ import annotations

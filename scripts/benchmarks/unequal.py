@@ -5,10 +5,11 @@
 
 Of four data-parallel replicas the slowest counts. A mean microbatch takes F : I : W = 10 : 12 : 8
 on each rank, and a message 1. Each figure is the median of 20 drawn steps, under a program within
-1F1B's memory. The first two figures of a cell are for a program made for equal microbatches, the
-third is for one made for the mean costs of the places in 20 other steps (= if that is no better).
-The last column is the share of the gain that is left if each pass varies by 15 %, the least of all
-sizes. The exit status is 1 if a figure misses a bar (`TRIAL`, `SECONDS`).
+1F1B's memory. A cell has three figures: for ordered microbatches and for ordered and dealt ones,
+both under a program made for equal microbatches, and for the latter under a program made for the
+mean costs of the places in 20 other steps (= if that is no better). The last column is the share of
+the gain that is left if each pass varies by 15 %, for the size with the smallest such share. The
+exit status is 1 if a figure misses a bar (`TRIAL`, `SECONDS`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Gain:
 
     @property
     def best(self) -> float:
-        """Seconds of a step with the better of both programs, in the unit of the fields."""
+        """Seconds of a step with dealt microbatches under the better of both programs, relative to
+        microbatches in order of arrival."""
         return self.dealt if self.profile is None else min(self.dealt, self.profile)
 
     def __str__(self) -> str:

@@ -71,7 +71,8 @@ class UnequalStage(EmulatedStage):
 
 
 def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
-    """Return for each random step the one in order of arrival, and the arranged one."""
+    """Return two steps for each random draw of microbatches: with the microbatches in order of
+    arrival, and with arranged ones."""
     fixed = _program(spec, RANKS, MICROBATCHES)
     placed = for_places(fixed, name) or fixed
     made = []

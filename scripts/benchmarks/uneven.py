@@ -3,8 +3,8 @@
     python -m scripts.benchmarks.uneven            all tables, about two minutes
     python -m scripts.benchmarks.uneven --ranks 0 4
 
-80 equal layers take F : I : W = 10 : 12 : 8 on each of 8 ranks, and a message 1. All schedules are
-within 1F1B's memory, in microbatches. A step is compared with one that has no bubble and, for the
+80 equal layers take F : I : W = 10 : 12 : 8 on each of 8 ranks, and a message 1. No schedule stores
+more microbatches on a rank than 1F1B. A step is compared with one that has no bubble and, for the
 slow rank or link, with the same schedule on ranks and links that are all alike.
 """
 
@@ -45,9 +45,9 @@ class Steps:
     """Seconds of a step, divided by those of a reference step.
 
     Attributes:
-        even: with as many layers on each stage.
-        laid_out: with the best layout that was found.
-        layout: that layout.
+        even: of a step with equally many layers on each stage.
+        laid_out: of a step with the best layout that was found.
+        layout: the best layout that was found.
     """
 
     even: float

@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.uneven_clocks
 
-Four ranks whose passes sleep as long as they cost, one of them 1.3 times as long: with as many of
-40 equal layers on each stage, and with the layers that the planner puts there.
+Four ranks run passes that sleep as long as they cost; one rank takes 1.3 times as long. 40 equal
+layers are split evenly over the stages, and then as the planner splits them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@
                                             and writes the table of docs/recipes.md; minutes
     python -m scripts.evaluation recipes --file FILE.json   counts another file's, writes nothing
 
-FILE has recipes in any public form (`recipes.public_form`), by name; or these as "recipes", and
-"models". One that is not understood counts as not accepted, and makes the exit status 1.
+FILE is JSON: recipes by name, in any public form (`recipes.public_form`), or an object with such
+recipes as "recipes" and their models as "models". A recipe that is not understood counts as not
+accepted, and makes the exit status 1.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class FigureBar:
         return "; ".join(missed) if self._judged(lines) else "no such line"
 
     def verdict(self, lines: Sequence[FigureLine]) -> str:
-        """Return whether ``lines`` keep this bar, and its figures, in words."""
+        """Return text that says whether ``lines`` meet this bar, with the figures that count."""
         words = "missed" if self.missed_by(lines) else "met"
         return f"{words}{', open' * self.is_open}: {self.text} ({self._figures(lines)})"
 
@@ -259,8 +259,8 @@ BARS = (
 
 
 def violations(lines: Sequence[FigureLine]) -> list[str]:
-    """Return the bars whose verdict by ``lines`` is not the expected one, in words: missed, and not
-    open; or open, and met."""
+    """Return a text for each bar whose state is unexpected: missed although it is not declared
+    open, or met although it is declared open."""
     return [
         f"{bar.verdict(lines)}; {bar.missed_by(lines) or 'it is no longer open'}"
         for bar in BARS

@@ -61,8 +61,8 @@ def jobs(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
 def over_1f1b(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
     """Return 1F1B compared with each other schedule of the same job, by the name of that schedule.
 
-    The row of 1F1B has as many layers on each stage, except at the ends, where it has what the
-    job's own script chose.
+    The row of 1F1B has equally many layers on each stage, except at the ends, where it has the
+    number that the job's own script chose.
     """
     gains: dict[str, list[StepRatio]] = defaultdict(list)
     for rows in jobs(found).values():

@@ -1,8 +1,8 @@
 """Gains over 1F1B by simulation alone: with the pass times that the zero-bubble paper measured.
 
-This checks the simulator and the description of Megatron's executor without the estimate of
-passes. The time of a pass is proportional to its layers, and `LAUNCH` is added to each F and I, or
-is not.
+This checks the simulator and the description of Megatron's executor without the estimate of passes.
+The time of a pass is proportional to its layers. The gains are computed twice: with `LAUNCH` added
+to each F and I, and without it.
 """
 
 from __future__ import annotations

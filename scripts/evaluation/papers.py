@@ -3,8 +3,8 @@
 They are those of Korthikanti et al. (2022, arXiv:2205.05198, table 5), the Llama 3 paper (2024,
 arXiv:2407.21783, table 4), the Nemotron-4 340B report (2024, arXiv:2406.11704, table 2) and the
 DeepSeek-V3 report (2024, arXiv:2412.19437, sections 1, 3.1, 3.2 and 4.2), whose 16 stages have four
-layers each as in its profile of a pair. No measurement of these papers was used to choose a
-constant.
+layers each, as in its published profile of overlapped passes. No measurement of these papers was
+used to choose a constant.
 """
 
 from __future__ import annotations

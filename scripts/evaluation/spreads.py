@@ -1,5 +1,5 @@
-"""The spreads of planner/spread.py, computed: how far predicted ratios of steps are off. A test
-compares the two."""
+"""The spreads of predicted ratios of steps, computed from the measurements. A test compares them
+with the numbers in planner/spread.py."""
 
 from __future__ import annotations
 

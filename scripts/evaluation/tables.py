@@ -88,7 +88,8 @@ def _line(kind: str, name: str, figures: Sequence[float], in_view: int = 0) -> F
 
 
 def _in_range(line: FigureLine, least: float, most: float) -> FigureLine:
-    """Return ``line`` with the number of its figures from ``least`` to ``most``."""
+    """Return ``line`` with the number of figures in it that are not below ``least`` and not above
+    ``most``."""
     right = sum(least <= figure <= most for figure in line.figures)
     return replace(line, order=(right, line.rows))
 
@@ -158,7 +159,8 @@ def _seconds(name: str, rows: Sequence[PredictedStep]) -> FigureLine:
 
 
 def of_machines(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
-    """Yield the lines on steps that differ in the GPU, or in the scales of 8 bits."""
+    """Yield the lines of the table on pairs of steps that differ in the GPU, or that have MXFP8's
+    scales in one step and one scale for a tensor in the other."""
     pairs = on_both_generations(found)
     if pairs:
         known = sum(one.first.step.in_view or one.second.step.in_view for one in pairs)

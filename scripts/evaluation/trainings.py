@@ -105,7 +105,8 @@ _AUTOMATIC = {"zb-h2": "zb-2p:paper_count=true"}
 
 
 def schedule_of(step: PublishedStep) -> tuple[str, str]:
-    """Return the spec that ``step`` ran, and the option behind it in its row; "" without one."""
+    """Return the schedule's spec that ``step`` ran, and the option that its row names after the
+    schedule; "" if it names none."""
     name, _, option = step.schedule.partition(" + ")
     return _AUTOMATIC.get(name, name), option
 

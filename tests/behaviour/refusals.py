@@ -102,8 +102,8 @@ def _megatrons(resolved: ResolvedSpec, settings: dict[str, Any]) -> SimpleNamesp
 
 
 def _of_features() -> Subject:
-    """Return, by feature, the schedules and settings that require it. `outputs` records its
-    patches."""
+    """Return, by feature, the schedules and settings that require it. The records of command
+    outputs list the patches of the features."""
     return {f"feature {feature.name}": partial(_wanted, feature.applies_to) for feature in FEATURES}
 
 

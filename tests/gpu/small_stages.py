@@ -66,8 +66,8 @@ class HostCopy:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Return memory on the host that torch did not allocate. On the CPU, torch's memory counts as a
-    rank's (`Gauge`)."""
+    """Return memory on the host that torch did not allocate: on the CPU, `Gauge` counts all memory
+    of torch as a rank's."""
     data = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
     return data.view(tensor.dtype).view(tensor.shape)
 
@@ -149,7 +149,7 @@ class DeepStage(LinearStage):
 
 
 class Gauge:
-    """Counts the bytes of tensors allocated since it was last opened.
+    """Counts the bytes of tensors that were allocated since `open` was last called.
 
     On a GPU these are the allocator's bytes, with those that the host has freed while a stream
     still uses them, and the peak is that of any moment. On the CPU they are counted at the starts

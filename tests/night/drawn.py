@@ -76,8 +76,8 @@ def lacking(text: str, sources: Mapping[str, Path]) -> Path | None:
 
 
 def drawn(seconds: Mapping[str, float], by: str, at_most: float) -> Iterator[str]:
-    """Yield the names of ``seconds`` in a random order given by the hash ``by``, until their
-    seconds add up to ``at_most``."""
+    """Yield names in a random order, given by the hash ``by``, as long as their ``seconds`` add up
+    to at most ``at_most``."""
     total = 0.0
     for name in sorted(seconds, key=lambda name: hashlib.sha256(f"{by} {name}".encode()).digest()):
         total += seconds[name]

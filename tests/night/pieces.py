@@ -67,8 +67,9 @@ def night_cases(files: Sequence[str]) -> Counter[str]:
 
 
 def deal(seconds: Mapping[str, float], pieces: int) -> list[list[str]]:
-    """Return the names of ``seconds`` in ``pieces`` lists that take about the same time: the
-    longest first, each added to the list with the least."""
+    """Distribute names over ``pieces`` lists whose ``seconds`` add up to about the same, and return
+    the lists. The name with the most seconds comes first, and each goes to the list with the
+    fewest."""
     dealt: list[list[str]] = [[] for _ in range(pieces)]
     taken = [0.0] * pieces
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):

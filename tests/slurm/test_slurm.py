@@ -70,7 +70,7 @@ class Cluster:
         return ended.stdout.strip()
 
     def processes(self) -> list[str]:
-        """Return the command lines of its processes, including daemons."""
+        """Return the command lines of SLURM's processes, including daemons."""
         mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         lines = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -107,7 +107,7 @@ class Job:
         return [int(at) for at in re.findall(r"successfully loaded .* at iteration (\d+)", text)]
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> None:
-        """Return when ``happened`` returns True; fail if the job ends before, or hangs."""
+        """Wait until ``happened`` returns True. Fail if the job ends before that, or hangs."""
         end = time.monotonic() + HANGS
         while not happened():
             if self.state in ENDED or time.monotonic() > end:

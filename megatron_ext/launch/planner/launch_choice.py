@@ -174,8 +174,8 @@ class LaunchChoice(PlannedJob):
         limit: memory limit of activations that is written with any schedule; None for none, or the
             user's own.
         specs: schedules to choose from; None for all.
-        refused: the only schedules to compare, if they take less time than ``better_than``; None
-            for all.
+        refused: schedules that an earlier comparison refused. Of these, the ones that do not search
+            are compared, if they take less time than ``better_than``. None compares all schedules.
     """
 
     variants: LaunchVariants
@@ -244,7 +244,8 @@ class LaunchChoice(PlannedJob):
         return with_whole_step(one, self.allowed_bytes)
 
     def _limit_of(self, made: Candidate) -> str | None:
-        """Return the memory limit that ``made`` was made for, if no other limit is written."""
+        """Return the memory limit that was set to make ``made``; None if the flags have a limit
+        already."""
         has_limit = self._limited.config.memory_limit is not None
         return None if has_limit or made.limit is None else made.limit.written
 

@@ -42,8 +42,9 @@ class LaunchVariants:
         world_size: ranks of the launch.
         methods: permitted treatments of the vocabulary.
         tokens: number of tokens in the vocabulary; None if not known.
-        launch_schedule: the schedule of the unchanged launch, Megatron's own if ``config`` has
-            none; None checks it like any other.
+        launch_schedule: the schedule of the unchanged launch. If ``config`` names no schedule, this
+            is Megatron's own, which may then have settings that our schedules refuse. None checks
+            every schedule.
         maturities: maturities that schedules may have.
         tries_recompute: whether ``--pipeline-recompute`` may be added.
         describes_training: whether ``args`` describe a whole training, and not a model alone.

@@ -292,7 +292,8 @@ class Candidates:
         return min(made, key=_about, default=None)
 
     def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
-        """Return the order of passes of schedule ``spec`` with ``layout``, which can be timed."""
+        """Return the order of passes of schedule ``spec``, made for ``layout`` if needed, which
+        times layouts with the seconds and bytes in ``figures``."""
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
@@ -441,7 +442,8 @@ def _settings(made: Evaluated) -> int:
 
 
 def _least_work(figures: StageFigures) -> float:
-    """Return the least seconds of one microbatch in all layers, by the seconds of stages."""
+    """Return the seconds of one microbatch's passes summed over all layers, each timed as a stage
+    of its own."""
     layers = len(figures.work.model.layers)
     return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 

@@ -213,7 +213,10 @@ def _ordered(resolved: ResolvedSpec, problem: Problem, limit: MemoryLimit | None
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
-    """Return layouts that combine two of the moves from ``counts`` to ``moved``."""
+    """Return layouts that apply two moves of layers at the same time.
+
+    Each layout in ``moved`` is one move away from ``counts``.
+    """
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
     pairs = [joint for joint in pairs if is_layout(joint)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))

@@ -26,8 +26,9 @@ def least_slowest_stage(
 ) -> Layout:
     """Return the layout whose slowest stage takes the least time, by dynamic programming.
 
-    Each stage has a layer at least, the last one perhaps none. Layers add up here: time that
-    tensor-parallel ranks hide in a stage as a whole is ignored.
+    Each stage has a layer at least, the last one perhaps none. The time of a stage is taken as the
+    sum over its layers, although tensor-parallel ranks may hide some time in a stage that has
+    several layers.
 
     Args:
         with_ends: whether the first and the last stage have the embedding and the output layer. An

@@ -119,8 +119,8 @@ def _codes(arrays: ActionArrays) -> NDArray[np.intp]:
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
-    """Return the distinct stages of overlapped passes, and for each two passes their entry among
-    these."""
+    """Return the stages of overlapped passes without repetitions, and for each pair of overlapped
+    passes the index of its stages in that list."""
     arrays = schedule.arrays
     back = [arrays.stage_kinds[code] for code in arrays.stage_kind[schedule.paired + 1].tolist()]
     forwards = arrays.stage[schedule.paired].tolist()
@@ -182,10 +182,11 @@ def _seconds_of_passes(figures: Floats) -> Floats:
 
 
 def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
-    """Return the microbatches that a rank holds at each moment when that may be the most.
+    """Return how many microbatches a rank stores, for each moment at which its memory may be at its
+    peak.
 
-    For each of the rank's ``stages`` there is the number held from F to I, then for each the number
-    held from I to W.
+    A moment has two numbers for each of the rank's ``stages``: first, for all stages, the
+    microbatches between F and I, then, for all stages, those between I and W.
     """
     chunk = {stage: number for number, stage in enumerate(stages)}
     held = [0] * (2 * len(stages))

@@ -129,7 +129,7 @@ class StageFigures:
     def after_overlap(self) -> StageFigures:
         """Table by which layers are balanced, without the time that overlapped passes hide.
 
-        Without overlapped passes it is this table.
+        It is this table itself if no passes overlap.
         """
         if not self.work.pairs:
             return self

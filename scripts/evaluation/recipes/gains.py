@@ -166,7 +166,8 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
 
 
 def works_of(configuration: Configuration) -> list[Work]:
-    """Return the works for each choice of recomputed layers, that of the recipe first."""
+    """Return the trainings of the recipe, one for each choice of recomputed layers, with the
+    recipe's own choice first."""
     execution = configuration.execution
     others = (option.in_execution(execution) for option in configuration.recompute)
     return [work_of(configuration, one) for one in (execution, *others)]

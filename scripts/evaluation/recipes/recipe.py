@@ -408,8 +408,8 @@ def _precision(name: str, mixed: str | None, settings: dict[str, Value]) -> str:
 def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
     """Return the number of layers for multi-token prediction.
 
-    It is the recipe's if there is one, else that of its layout, else that of its model, as in
-    Megatron-Bridge.
+    The number comes from the recipe's settings if they have one, else from its layout, else from
+    its model, as in Megatron-Bridge.
     """
     if settings.get("mtp_num_layers") or "_no_mtp_" in name:
         return settings.get("mtp_num_layers")

@@ -151,8 +151,9 @@ def best_in_slices(configuration: Configuration) -> tuple[float, Evaluated]:
 
 
 def _layouts(configuration: Configuration, work: Work, spec: str) -> list[Layout]:
-    """Return the layouts to try: balanced stages, and if these do not fit, those of the recipe's
-    own command or as many layers on each stage; none if there are fewer layers than stages."""
+    """Return the layouts to try: balanced stages, and a second layout for the case that these do
+    not fit. That is the layout of the recipe's own command if it has as many stages, otherwise an
+    even one. The list is empty if there are fewer layers than stages."""
     layers, placement = len(configuration.model.layers), choose(spec).place(configuration.ranks)
     if placement.stages > layers:
         return []

@@ -80,8 +80,8 @@ def experts(kind: str, spec: str, offload: str) -> None:
 
 
 def capture(kind: str) -> None:
-    """Capture a graph for a while, with the watchdog of a step that has just ended in another
-    thread."""
+    """Capture a CUDA graph while the watchdog of a step runs in another thread. The step has just
+    ended when the capture begins."""
     if kind == "cpu":
         raise CannotRun("CUDA graphs can be captured only on a GPU")
     watchdog.LOOK_SECONDS = 0.01

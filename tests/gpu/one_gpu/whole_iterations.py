@@ -48,7 +48,8 @@ GRAPH = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"
 
 
 class FixedValues(Values):
-    """Values of peers that are the same in each step, as a graph's are."""
+    """Values that peers send, the same in each step, because a CUDA graph replays the same
+    values."""
 
     def note(self, direction: str, tensor: Tensor) -> None: ...
 

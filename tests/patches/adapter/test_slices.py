@@ -392,7 +392,7 @@ SHARED_LENGTHS = (8, 4, 2, 2)
 
 
 def of_shared(rank: int) -> list[tuple[list[Tensor], dict[str, Any]]]:
-    """Return losses and gradients of each case, in slices that all ranks share."""
+    """Return losses and gradients of each case, in slices that the context-parallel ranks share."""
     made = []
     ranks = dist.get_world_size()
     with apply(cpu.patches()):

@@ -224,7 +224,8 @@ CASES = (*BY_DAY, *at_night(*AT_NIGHT))
 
 
 def used_before(config: Any) -> None:
-    """Call `use` on the config here; every job calls `use` once more."""
+    """Call `use` on the config while the recipe is changed, so that the job's own call is the
+    second one."""
     bridge.use(config, **OURS["zb-v"])
 
 

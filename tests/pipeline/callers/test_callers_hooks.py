@@ -404,7 +404,7 @@ HOOKED = {
 
 
 class Collecting:
-    """Loss term that a hook on the last stage's decoder collects, and the number of calls of its
+    """A hook on the last stage's decoder that collects a loss term, and the number of calls of the
     hooks by stage and module."""
 
     def __init__(self) -> None:

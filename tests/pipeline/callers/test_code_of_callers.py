@@ -152,7 +152,7 @@ def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
 
 
 def with_backward(chunk: Any, own: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """Multiply the output of each MLP by one plus ``own`` of the module and its input."""
+    """Multiply the output of each MLP by 1 + ``own``(module, input of the module)."""
 
     def changed(module: Any, inputs: Any, outputs: Any) -> Any:
         hidden = inputs[0].detach().requires_grad_()

@@ -34,8 +34,8 @@ def checkpoint() -> tuple[list[Run], Path]:
 
 @functools.cache
 def recorded(*options: str, **flags: object) -> tuple[list[Run], Path]:
-    """Train from that checkpoint on, each rank under `parity record` with ``options``, as under
-    srun. Return the runs and the folder of the recording."""
+    """Train from stock's first checkpoint on, each rank under `parity record` with ``options``, as
+    under srun. Return the runs and the folder of the recording."""
     folder = lasting_folder() / "recording"
     loading: dict[str, object] = {"load": checkpoint()[1], "ckpt_step": 1}
     loading |= {"save": folder / "nothing", "save_interval": 1}

@@ -150,6 +150,6 @@ def test_megatron_waits_for_messages_as_its_simulated_executor_does(
 
 
 def starts(timeline: Timeline) -> dict[str, float]:
-    """Return when each pass started, from the start of the step."""
+    """Return the seconds from the start of the step to the start of each pass."""
     events = (event for row in timeline.compute for event in row)
     return {str(event.action): event.start - timeline.start for event in events}

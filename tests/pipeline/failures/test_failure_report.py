@@ -154,7 +154,7 @@ def throw_when_others_block() -> None:
 
 
 def take_long() -> None:
-    """Return a moment after rank 1 has failed."""
+    """Wait until rank 1 has failed, and a moment longer."""
     wait_for(1)
     time.sleep(0.3)
 

@@ -181,8 +181,8 @@ def data() -> Iterator[int]:
 
 
 def catch_and_go_on(rank: int) -> None:
-    """Raise errors that a caller catches: the end of an epoch, and attempts that it would repeat.
-    No process ends."""
+    """Raise errors that the caller catches, as at the end of an epoch or in an attempt that is
+    repeated afterwards. No process ends by them."""
     recorder = listening(rank)
     if rank == 0:
         items = data()

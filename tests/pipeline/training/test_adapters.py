@@ -55,7 +55,7 @@ from tests.pipeline.callers.test_callers import (
 
 
 def of_later_layers(name: str) -> bool:
-    """Tell whether a parameter is an adapter's, of a layer behind the first three."""
+    """Return whether the parameter ``name`` is an adapter's in a layer after the third."""
     return is_adapter(name) and layer_of(name) > 3
 
 
@@ -133,8 +133,8 @@ def compared() -> list[tuple[str, tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def gradients_of_inputs() -> Iterator[dict[int, bool]]:
-    """Yield, by stages that had backward passes, whether a stage computed the gradient of its
-    input."""
+    """Yield a dictionary that says, for each stage that had backward passes, whether it computed
+    the gradient of its input."""
     made: dict[int, bool] = {}
     run = ModelStage._backward_input
 

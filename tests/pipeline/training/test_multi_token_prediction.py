@@ -185,8 +185,8 @@ SEPARATED_CASES = [
 
 
 def separated(model: str, ours: Flags) -> tuple[Training, Flags]:
-    """Return the training of ``model`` with multi-token prediction on a separate stage, and the
-    flags of ``ours`` that it does not contain."""
+    """Return Megatron's training of ``model`` with multi-token prediction on a stage of its own,
+    and those of the flags ``ours`` that this training lacks."""
     layout = str(ours["pipeline_model_parallel_layout"])
     depths = "m" * int(str(MODELS[model]["mtp_num_layers"]))
     flags = {name: value for name, value in ours.items() if not name.startswith("pipeline_")}
@@ -367,8 +367,8 @@ KINDS = {"lines": ("1f1b", "zb-h1"), "loops": ("interleaved",), "V's, waves": ("
 
 
 def bitwise(model: str, starts: tuple[str, ...]) -> str:
-    """Return the placements with a name in ``starts`` under which ``model`` was bitwise equal to
-    stock."""
+    """Return the placements whose names begin with one of ``starts`` and under which ``model`` was
+    bitwise equal to stock."""
     return "; ".join(
         placement
         for placement in PLACEMENTS

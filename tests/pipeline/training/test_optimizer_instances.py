@@ -65,9 +65,9 @@ def stock(setting: str) -> list[Run]:
 
 
 def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each rank write a file in ``folder`` with a line for each reduction of a bucket group
-    (at Megatron's check of its gradients before it), and a line for each chunk whose reduction
-    Megatron waits for."""
+    """Make each rank write a file in ``folder``. It has a line for each reduction of a bucket
+    group, written when Megatron checks the gradients before the reduction, and a line for each
+    chunk whose reductions Megatron waits for."""
     check, finish = _ParamAndGradBucketGroup.check_grads, DistributedDataParallel.finish_grad_sync
 
     def note(text: str) -> None:

@@ -134,8 +134,8 @@ def data() -> list[torch.Tensor]:
 
 
 def loss_function(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the mean loss over the tokens of all slices and ranks that count. No slice alone could
-    compute it, so the output must be that of the whole sequence."""
+    """Return the mean loss over the tokens that count, on all ranks that share the sequence. No
+    slice alone could compute it, so the output must be that of the whole sequence."""
     assert output.shape == mask.shape
     count, shown = mask.sum(), (output.detach() * mask).sum()
     for figure in (count, shown):

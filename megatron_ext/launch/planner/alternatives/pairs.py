@@ -1,4 +1,5 @@
-"""Gain of a launch command if its experts' messages are hidden, and loss if they no longer are.
+"""Gain of a launch command by passes that overlap, which hide the messages between experts, and its
+loss without such passes.
 
 Overlapped passes hide messages between experts, but need virtual stages and more memory. The launch
 is therefore compared with the flag and without it.
@@ -32,8 +33,9 @@ def other_pairs(
 
     None if the experts are on one rank. Its schedules are Megatron's own with overlapped passes,
     and the best of all. They fit into ``allowed_bytes`` or, if that is not known, into the memory
-    of the schedule that ``plan`` chooses. Schedules that search are ignored; if plans are long, so
-    are those that are not stable, or would have to be made to fit.
+    of the schedule that ``plan`` chooses. Schedules that search are ignored. If ``is_long``, so
+    that comparing all schedules takes a minute, schedules that are not stable and schedules that
+    need --pipeline-recompute to fit are ignored, too.
     """
     args = variants.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
