@@ -30,7 +30,8 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-# Number of periods in the shortest step that is tried; each next one has about twice as many.
+# Number of periods in the shortest step that is tried; each step tried after it has about twice as
+# many.
 _PERIODS = 5
 _RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
 _REPEATED = {rule.repeats for rule in RULES.values()}

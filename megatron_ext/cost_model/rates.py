@@ -203,8 +203,8 @@ class Rates:
         of_ranks = _distinct(ranks, choices) if choices else 1
         of_nodes = _distinct(nodes, choices) if choices else 1
         most, groups = exchange.groups
-        # The experts of a token lie in at most ``most`` groups of experts, each of which is on
-        # nodes / groups nodes.
+        # The experts of a token lie in at most ``most`` groups of experts. Each group is spread
+        # over nodes / groups nodes.
         if choices and most and groups:
             of_nodes = min(of_nodes, most * max(nodes / groups, 1))
         within = (near - 1) / (near if choices else ranks)

@@ -23,10 +23,10 @@ PassTriple = tuple[float, float, float]  # seconds of F, I and W
 
 _EACH = "each pass"
 _DISTINGUISHABLE = 0.02  # singular values below this share of the largest one are taken for noise
-# The estimate of a model part is in doubt if every stage depends on it by less than this share of
-# its scale.
+# The estimate of a model part is in doubt if the stages' seconds leave more than this share of it
+# undetermined.
 _UNSEEN = 0.05
-_COUNTS = 0.01  # model parts below this share of all stages are not reported as in doubt
+_COUNTS = 0.01  # a model part below this share of every stage is not reported as in doubt
 # factor by which the seconds of a part may be wrong if no stage tells it apart from others
 DOUBT = 2.0
 

@@ -34,8 +34,8 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 SHARES = (0.3, 0.5)  # least and largest plausible share of W in B
 SECONDS = 60.0
 _WORTH = 0.001  # least gain, as a share of the time, for which a schedule may take more memory
-# Factors on `seconds_to_build` of a schedule that is built with and without a memory limit, for
-# families that ignore costs and for families that use them; measured on 8 ranks.
+# Factors on `seconds_to_build`, for families that ignore costs and for families that use them, if a
+# schedule is built both with and without a memory limit. They were measured on 8 ranks.
 _BUILT, _FITTED = 2, 12
 
 

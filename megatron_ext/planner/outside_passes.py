@@ -78,7 +78,7 @@ def seconds_outside_passes(
     assert passes is not None
 
     def overlappable(dense: float, experts: float, element: float) -> float:
-        # The reduction of the last bucket never overlaps a pass, and is counted elsewhere.
+        # The reduction of the last bucket is counted elsewhere, as it never overlaps a pass.
         rest = max(dense - state.bucket * element, 0.0)
         return rest * each_dense + experts * each_of_experts
 

@@ -51,7 +51,8 @@ def classes_of(
         members[tuple(stages[stage] for stage in on_rank), kinds].append(rank)
     made = []
     for ranks in members.values():
-        # The rank with the highest peak represents its class; of several the first one.
+        # The rank with the highest peak represents its class; if several ranks have that peak, the
+        # first one does.
         fullest = max(ranks, key=lambda rank: peaks[rank])
         made.append(RankClass(fullest, tuple(ranks), all(sends(placement, fullest))))
     return tuple(sorted(made, key=lambda one: (not one.sends_both, one.rank)))

@@ -24,7 +24,7 @@ _REGISTERS = 84
 _WARP = 32
 
 # Arguments of the kernel. began: two numbers on the GPU, the first of which is the device's clock
-# in nanoseconds at the start of a step. moved: nanoseconds from that time on.
+# in nanoseconds at the start of a step. moved: nanoseconds from that time until the kernel ends.
 _HOLD = """
 .visible .entry {name}(.param .u64 began, .param .u64 moved)
 .reqntid {threads}, 1, 1

@@ -38,7 +38,7 @@ def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
         raise ValueError(f"2bp: base is {base!r}; write base=1f1b or base=gpipe")
     rows = []
     for rank, row in enumerate(entries()[base].build(problem).rows):
-        # In this row forward passes stay, and I (the paper's backward-p1) replaces B.
+        # Forward passes keep their places in this row, and I (the paper's backward-p1) replaces B.
         order = [Action(s, Kind.FORWARD if k is Kind.FORWARD else _I, n) for s, k, n in row]
         # W (the paper's backward-p2) of all microbatches follow at the end of the step.
         late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in problem.backwards]

@@ -65,7 +65,7 @@ def zb_v(problem: Problem) -> Schedule:
         # The steady state runs F, I and W of each chunk, at its end without F of chunk 0.
         yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
         yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
-        # Backward passes of the slices by which the warm-up is longer.
+        # Backward passes of the ``more`` slices by which the warm-up is longer than without slices.
         yield from [*backward_0, *backward_1] * more
         # The cool-down runs I first, then the W that fill its gaps.
         yield from [(0, _I), (1, _I)] * device
@@ -212,7 +212,7 @@ def dualpipe_v(problem: Problem) -> Schedule:
         yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
         # DualPipe's step 5: nB1F1B0 (no F of chunk 0 is left).
         yield from [(1, _B), (1, _F), (0, _B)] * ahead
-        # Backward passes of the slices by which step 2 is longer.
+        # Backward passes of the ``more`` slices by which step 2 is longer than without slices.
         yield from [(1, _B), (0, _B)] * more
         # DualPipe's step 6: nB1B0, the second half with split backward passes (zb).
         yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]

@@ -66,7 +66,7 @@ SECONDS = {  # seconds of each kind of pass for a mean microbatch
 }
 ENDS = 0.9, 1.25  # seconds of the first and of the last stage, relative to other stages
 UNEQUAL = 0.1  # largest relative difference of a microbatch's seconds from the mean
-VOCABULARY = 8  # number of tokens of a vocabulary, with which no stage computes
+VOCABULARY = 8  # number of tokens of a vocabulary; no stage here computes with it
 
 Moved = Mapping[str, tuple[float, ...]]  # `ComposedStep.moved` of a rank
 

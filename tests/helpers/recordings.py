@@ -42,7 +42,7 @@ class Course:
         )
     )
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"num_layers": 2, "clip_grad": 0})
-    # Tensors that replace those above from iteration ``changed_from`` on.
+    # By rank: tensors that replace those of `ranks` from iteration ``changed_from`` on.
     changed: Mapping[int, Tensors] = field(default_factory=dict)
     changed_from: int = 3
 

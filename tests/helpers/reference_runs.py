@@ -433,7 +433,7 @@ class _BatchedRanks(_Ranks):
     def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
         super().__init__(schedule, problem, held_up)
         self.batches = [deque(_batches(row)) for row in schedule.rows]
-        # time at which the latest batch of each rank had moved
+        # time at which the latest batch of messages of each rank had arrived
         self.ended = [0.0 for _ in schedule.rows]
 
     def is_free_for(self, action: Action, before: Sequence[Action]) -> bool:

@@ -36,7 +36,8 @@ from megatron_ext.schedule.action import Action, Kind
 from scripts.pretrain_gpt import model_provider
 
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
-_Queue = tuple[int, int]  # sending and receiving rank, whose messages follow one another
+# Sending and receiving rank; messages between the two run one after the other.
+_Queue = tuple[int, int]
 
 _SIZE = 64  # largest number of stages, and of microbatches
 _STEP = 1e3  # seconds that are longer than any step

@@ -89,8 +89,8 @@ class ModelStage:
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         # For each microbatch, the input and output of F, or of R, until its backward pass.
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}
-        # For each microbatch between F and R: the input, the inputs of the recompute, and the
-        # loss's index.
+        # For each microbatch between F and R: the input, the inputs of the recompute, and the index
+        # of its loss in `losses`.
         self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
         self._decoder: Any = None  # decoder of the model, if R recomputes only the decoder
         if recomputed and not has_loss:

@@ -137,7 +137,7 @@ class StockTraining:
             return None
         try:
             program = self._program(function, config, pipeline, models, arguments)
-        except ValueError as error:  # unless Megatron refuses this step too, it runs unobserved
+        except ValueError as error:  # a step that Megatron accepts runs unobserved
             self._say(str(error))
             return None
         if self._recorder is None:

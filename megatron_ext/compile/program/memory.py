@@ -218,7 +218,7 @@ def without_reserved(limit: MemoryLimit, microbatches: int, problem: Problem) ->
         held = bytes_for(limit, problem.costs)
         ranks = problem.placement.stages_of
         microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
-        # The logits of one more microbatch count, as logits stay in memory until their SI has
+        # One more microbatch's logits are counted, as logits stay in memory until their pass SI has
         # ended.
         logits = max(held[Held.LOGITS])
         more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)

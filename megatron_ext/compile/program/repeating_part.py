@@ -96,7 +96,7 @@ class _Cuts:
         """
         arrays, numbers = self._arrays, self._arrays.table
         microbatches, first = period, microbatch * arrays.slices
-        # From here on the period counts slices, of which a microbatch has one or more.
+        # From here on `period` is a number of slices. A microbatch has one or more slices.
         period = microbatches * arrays.slices
         begins = numbers[self._first_forwards, first]
         ends = numbers[self._first_forwards, first + period]

@@ -31,7 +31,7 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.F
 # Share of the shorter of two overlapped passes that the overlap saves, if the costs do not give it.
 _ASSUMED = 0.25
 _TOLERANCE = 1e-9  # relative rounding error of a sum of costs
-_TOLD_BY = 4  # number of microbatches per rank from which on a step has all its phases
+_TOLD_BY = 4  # least number of microbatches per rank with which a step has all its phases
 
 
 class _Policy(NamedTuple):
@@ -181,8 +181,8 @@ class _Playing:
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[OverlappedPasses] = set()
-        # Times when the inputs of passes have arrived from other stages. Backward passes are listed
-        # as I.
+        # Times when the inputs of passes have arrived from other stages, by pass. A full backward
+        # pass (B) is listed as I, too.
         self.there = {Action(0, _F, k): 0.0 for k in problem.forwards}
         self.there |= {Action(self.placement.last, _I, k): 0.0 for k in problem.forwards}
         self.turns: list[tuple[float, int]] = []

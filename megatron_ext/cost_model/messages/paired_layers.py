@@ -97,7 +97,7 @@ def hidden_by_pairs(
 
     @cache
     def saving(forward: int, backward: int, with_weights: bool) -> float:
-        # The layers that the stage with more layers has in addition run without overlap.
+        # If one stage has more layers than the other, its additional layers run without overlap.
         side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
         return sum(f.saving_with(b, share, with_weights=with_weights) for f, b in side_by_side)
 

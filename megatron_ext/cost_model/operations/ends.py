@@ -92,6 +92,6 @@ def mtp_projection(model: Model, execution: Execution) -> Part:
     )
     if ranks == 1:
         return Part(operations)
-    # The exchange moves two inputs and one output.
+    # The projection's exchange moves two inputs and one output.
     moved = 3 * execution.tokens * hidden_size * execution.element_bytes
     return Part(operations, (Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved)),))

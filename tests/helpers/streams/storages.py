@@ -24,7 +24,8 @@ from torch import Tensor
 from tests.helpers.streams.clocks import Clocks
 from tests.helpers.streams.findings import Findings
 
-_Range = tuple[int, int, int]  # range of memory: stream, first byte, byte after the last
+# Range of a stream's memory: the stream, the first byte, the byte after the last.
+_Range = tuple[int, int, int]
 _Use = tuple[int, str]  # time, and the name of the operation
 
 

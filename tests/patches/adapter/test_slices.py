@@ -108,8 +108,8 @@ FULL = {
     "recompute_num_layers": 1,
 }
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-# Losses of routers with weights that matter; a router's loss over one slice differs from that over
-# the sequence.
+# Routers with losses; a router's loss over one slice differs from that over the sequence. The
+# weights of the losses are large enough to change gradients.
 ROUTED = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,

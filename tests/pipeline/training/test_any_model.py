@@ -561,8 +561,8 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
     assert costs.tower is not None and all(costs.tower.seconds)
     assert costs.tower.seconds == pytest.approx(tower["seconds"])
     assert len(tower["forward by microbatch"]) == MICROBATCHES
-    # The costs "f" are without the encoder, which only the first stage has. The encoder's share of
-    # each measured forward pass is at least 0.
+    # The costs "f" leave out the encoder, which only the first stage has. Measured forward passes
+    # contain the encoder, whose share of a pass is never negative.
     measured = tower["forward by microbatch"]
     assert min(measured) >= 0 and max(measured) > 0
     first = written["f"][0] + tower["seconds"][0]

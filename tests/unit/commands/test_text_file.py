@@ -150,7 +150,7 @@ _OTHERS = {
     "parity/runs.py",  # the output of a compared run
     "search/disk_cache.py",  # a cache, written as a whole
     "rehearsal/processes.py",  # the log of the process that starts ranks, while it runs
-    "rehearsal/server.py",  # replies to a pipe; a rank's log is its process's output
+    "rehearsal/server.py",  # replies to a pipe; the output of a rank's process is the rank's log
     "observe/trace.py",  # a training's trace grows, and is whole after each step
 }
 

@@ -32,7 +32,7 @@ CORE = (
     *("runtime/stage_io.py", "runtime/stage_passes.py", "adapter/stock/stock_step.py"),
     *("adapter/arguments.py", "adapter/programs.py"),
 )
-# Words for options of a schedule, and for what these do.
+# Words for options of a schedule, and for what these options do.
 OF_OPTIONS = (
     *("vocab", "offload", "recompute", "overlap", "pairs", "post_validation", "profile"),
     *("host", "batched"),

@@ -99,8 +99,8 @@ LEVELS = {  # level of each part of a feature
     "runtime": "runtime",
     "adapter": "adapter",
 }
-# Modules with the list of a part of all features, by part. Parts of runtime are imported only by
-# their own feature.
+# By part of a feature: the module that lists this part of all features. Parts of runtime are
+# imported only by their own feature.
 LISTS = {
     "settings": "megatron_ext.compile.feature_settings",
     "schedule": "megatron_ext.compile.features",

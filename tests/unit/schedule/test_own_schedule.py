@@ -28,7 +28,7 @@ EXAMPLES = {
     block.splitlines()[0].removeprefix("# "): block
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
-COSTS = (10, 12, 8, 5)  # costs that the page uses
+COSTS = (10, 12, 8, 5)  # costs of the examples on the page
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ def seconds(schedule: Schedule, hop: float) -> float:
         # the bubble is (p-2) / (3m/2 + p-2) of the step if m = p
         ("chimera", 8, 8, 36, (8, 7, 6, 5)),
         ("chimera", 8, 16, 66, (8, 7, 6, 5)),
-        # peaks count chunks of half a stage; in whole stages the makespan is 30, and the peaks 6.5
-        # to 8
+        # Peaks count chunks of half a stage. Counted in whole stages the makespan is 30, and the
+        # peaks are 6.5 to 8.
         ("bitpipe", 8, 8, 60, (16, 15, 14, 13)),
         ("bitpipe", 8, 16, 114, (16, 15, 14, 13)),
         ("bitpipe", 8, 32, 222, (16, 15, 14, 13)),

@@ -228,8 +228,8 @@ class OffloadedStep(Owner, PassContext):
         stage, kind, microbatch = action
         (held,) = RULES[kind].moves
         away = self._away[stage, microbatch, held]
-        # The allocator gives the new memory to the current stream, so the other reading streams are
-        # registered.
+        # The allocator gives the new memory to the current stream, so the other streams that read
+        # the memory are registered with the allocator.
         here = _streams(self._offload.copies)
         for moved in away.storages:
             moved.storage.resize_(moved.size)

@@ -58,8 +58,8 @@ class ValidationMessages:
         before, after = firsts.previous(self._stage), firsts.next(self._stage)
         self._before = None if before is None else placement.rank_of[before]
         self._after = None if after is None else placement.rank_of[after]
-        # Number of steps whose state was passed on. It is sent with each message, and both ends
-        # must have the same number.
+        # Number of steps whose state was passed on. The number is sent with each message, and must
+        # be the same at both ends.
         self._steps = 0
         self._passed_on: _Message | None = None
         self._coming: _Message | None = None  # the verdict, while its receive is posted

@@ -22,8 +22,8 @@ from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
 
-# Modules that Megatron imports while it sets up a training, which takes half of the time of a
-# forked rank. Some versions lack some of them.
+# Modules that Megatron imports while it sets up a training. Without their import here, each forked
+# rank would spend half of its time on it. Some versions of Megatron lack some of them.
 for _name in ("tokenizers.text", "models.mimo", "dist_checkpointing.strategies.torch"):
     with contextlib.suppress(ImportError):
         importlib.import_module(f"megatron.core.{_name}")

@@ -153,7 +153,7 @@ def put(
         if _reduces(module):
             queue.compute_meanwhile()
         if prefix == "fc2_" and module.fc1_weight.requires_grad:
-            hooks = []  # the gradient of fc1 comes later, and runs the hooks then
+            hooks = []  # the gradient of fc1 is added later, and then runs the hooks
     gradient = _Gradient(weights, biases, module.fuse_wgrad_accumulation, make)
     add = partial(_add_before, hooks) if hooks else accumulate_each
     gather = next((part.gather for part in (x, dy) if isinstance(part, _Part)), None)
