@@ -30,7 +30,7 @@ from megatron_ext.recordings.comparable import refusal
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # number of lines that are shown of a failed run's output
-_LONGEST = 10_000  # longest line shown of that output, in characters
+_LONGEST = 10_000  # longest line shown of a failed run's output, in characters
 # Patterns of errors that end a rank: of megatron_ext, of argparse, the last line of a Python
 # traceback, and of C++. torchrun's own report follows them and names no reason.
 _REASON = re.compile(

@@ -56,7 +56,7 @@ class HostCopy:
     """A message by way of the host. ``to`` is the tensor of a receive."""
 
     work: dist.Work
-    host: Tensor  # the host's copy, which must live until the message has moved
+    host: Tensor  # copy on the host, which must live until the message has moved
     to: Tensor | None
 
     def wait(self) -> None:

@@ -35,7 +35,7 @@ _NAMES = {
 # mean nothing without another field.
 _IGNORED = frozenset({"attention_backend", "max_position_embeddings", "vocab_size"})
 _WITHOUT_FP8 = ("fp8", "num_layers_at_", "first_last_layers_bf16")
-# Bridge pads a tokenizer's vocabulary to a multiple of this, times the tensor-parallel size.
+# Bridge pads a tokenizer's vocabulary to a multiple of this number times the tensor-parallel size.
 _PADDED_TO = 128
 _MISSING = object()
 _FROZEN = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")

@@ -174,7 +174,7 @@ def test_multi_token_prediction_holds_what_a_training_does(
         settle_vocabulary(args, PipelineConfig(), args.vocab_size)
         estimated = costs_of_arguments(args, choose("1f1b").place(ranks)).held_bytes
     assert estimated is not None
-    # The tensors that each depth shifts (tokens, positions, a mask) are no activations; a hidden
-    # state has 49,152 bytes.
+    # The tensors that each depth shifts (tokens, positions, a mask) do not count as activations. A
+    # hidden state has 49,152 bytes.
     for held, told in zip(counted, estimated[Held.ACTIVATION], strict=True):
         assert 0 <= held - told <= 3 * DATA

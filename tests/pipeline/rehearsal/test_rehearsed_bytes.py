@@ -189,7 +189,8 @@ def test_a_rank_alone_runs_what_the_training_searches_for(
     (schedule,) = prepare(LaunchRequest(launch), (name,), tmp_path).schedules
     estimate = tmp_path / name / ESTIMATE
     own = words_alone(schedule.arguments, estimate, balances_experts=False, is_cpu=True)
-    # The rates are those of a GPU, because the training here would estimate this CPU.
+    # The rates are those of a GPU, as the estimate of a training here would take the rates of this
+    # CPU.
     if source == "estimate":
         words = flags(None, **{**overrides, "pipeline_costs": estimate})
     ranks = range(RANKS) if IS_NIGHT else range(1, 2)

@@ -86,8 +86,8 @@ PARITY = [
     *(("pp2", schedule) for schedule in ("zb-h1", "gis", "zb-v", "hanayo")),
     ("sequence lengths vary", "zb-v"),
     # test_matrix.py combines a V with untied weights, with bf16 and with other kinds of
-    # parallelism, and a line, a V and a loop with frozen weights; test_packed_sequences.py trains a
-    # V with a loss per token, and a wave on three ranks is below.
+    # parallelism, and a line, a V and a loop with frozen weights. test_packed_sequences.py trains a
+    # V with a loss per token. A test below trains a wave on three ranks.
     *at_night(
         *(("pp2 untied", schedule) for schedule in (*TRAINED, "hanayo")),
         ("pp3", "hanayo"),

@@ -177,8 +177,8 @@ def test_a_rank_that_swaps_a_step_late_ends_the_training(
         return before if before is not None and dist.get_rank() == 1 else found
 
     monkeypatch.setattr(Programs, "known", late)
-    # The test replaces these functions: measured costs give a program with another order, and
-    # unequal microbatches give none.
+    # One substitute makes no program for unequal microbatches, and the other takes the program of
+    # measured costs, whose order differs.
     if swap == "measured costs":
         monkeypatch.setattr(programs_module, "program_for_places", lambda *of: None)
         monkeypatch.setattr(programs_module, "better_of", lambda made, *of: made)

@@ -173,7 +173,7 @@ def test_given_costs_have_what_each_slice_takes() -> None:
     assert [given.of(Action(0, I, part)) for part in parts] == [6, 6]
     with pytest.raises(ValueError, match="fixed_i is the time of a slice"):
         parse_costs("f=8,i=12,w=4,fixed_i=1/1/1", line(2))
-    # The fixed time is given for a rank, as i is, and is halved for its two stages.
+    # The costs i and fixed_i are given for a rank, and are halved for its two stages.
     of_v = parse_costs("f=8,i=12,w=4,fixed_i=2", choose("zb-v").place(2))
     assert of_v.seconds[I] == (6,) * 4 and of_v.slices.fixed == {I: (1,) * 4}
 
