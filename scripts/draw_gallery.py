@@ -1,5 +1,6 @@
 """Draw the gallery: timelines of all stable schedules for three numbers of ranks, three of
-microbatches and three costs, a page for each, and one to choose two of them to look at.
+microbatches and three costs, a page for each combination, and a page that shows one or two of them
+side by side.
 
     python scripts/draw_gallery.py [--into FOLDER]
 

@@ -216,7 +216,8 @@ def _sliced_offload() -> str:
 
 
 def _overlapping(spec: str, ranks: int, microbatches: int) -> tuple[float, float]:
-    """Return the seconds of a step of ``spec`` by itself, and of one that overlaps others."""
+    """Return the seconds of a step of ``spec`` that overlaps no other step, and of a step that
+    overlaps the steps before and after it."""
     alone, with_it = (
         simulated_step(spec, USUAL_COSTS, ranks, microbatches, options).step
         for options in (PLAIN, ScheduleOptions(steps_overlap=True))

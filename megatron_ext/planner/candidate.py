@@ -34,7 +34,8 @@ ALIKE = 0.01
 
 
 class VocabMethod(enum.StrEnum):
-    """How a plan treats embedding and output layer: as they are, with fewer layers, or split."""
+    """Treatment of the embedding and the output layer: whole on the first and the last stage, the
+    same with fewer layers on these stages, or split over all ranks."""
 
     # Embedding and output layer are whole, on the first and the last stage, as in Megatron's
     # default.

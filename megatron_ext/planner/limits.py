@@ -33,7 +33,8 @@ def limit_left(variant: Variant, allowed_bytes: float | None) -> MemoryLimit | N
 def least_step(variant: Variant, allowed_bytes: float | None = None) -> float:
     """Return a lower bound on the step time of all schedules like ``variant``, without recompute.
 
-    The memory is that of its limit, or the memory that the model leaves of ``allowed_bytes``.
+    They may use the memory limit of ``variant`` or, without one, the memory that the model leaves
+    of ``allowed_bytes``.
     """
     limit = variant.problem.memory_limit or limit_left(variant, allowed_bytes)
     problem = replace(variant.problem, memory_limit=limit)

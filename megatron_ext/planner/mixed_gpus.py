@@ -21,7 +21,7 @@ ASSUMED_GPU = "times are an H100's, and its memory is not compared: --gpu names 
 def reference_of(gpus: Sequence[Gpu]) -> Gpu:
     """Return the GPU for which costs are estimated if ranks have several types of GPU.
 
-    It is the first of ``gpus``, with the least memory of all.
+    It is the first of ``gpus``, with as much memory as the GPU that has least.
     """
     sizes = [gpu.memory for gpu in gpus]
     known = [size for size in sizes if size is not None]

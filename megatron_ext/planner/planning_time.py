@@ -52,7 +52,7 @@ class PlanningTime:
         is_interrupted: whether Ctrl-C ended the plan.
         is_short: whether some of the comparison was ignored because the time was over.
         unfinished: the kinds of alternatives that were not compared to their end because of that.
-        share: share of the limit after which work ends now.
+        share: share of the limit after which the work that now runs ends.
         kind: the kind of alternatives that the outermost work compares now; "": none.
     """
 

@@ -124,10 +124,8 @@ class Verdict:
 
 
 def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind]:
-    """Return in what two alternatives differ, for the error of the predicted ratio of their steps.
-
-    They differ in the schedule at least.
-    """
+    """Return the kinds of differences between two alternatives, by which the error of a predicted
+    ratio of their steps is known."""
     first, second = one.candidate, other.candidate
     kinds = {ComparisonKind.SCHEDULES}
     if one.layout != other.layout or first.report.vpp != second.report.vpp:

@@ -2,8 +2,9 @@
 
     python -m scripts.benchmarks.executors --pp 4 -m 8 --schedules "zb-h1 zb-v"
 
-Seconds of a step are medians over the launches; the last column is the host's time for each pass if
-passes take none. With --post-validation steps follow one another, with an all-reduce after each.
+Seconds of a step are medians over the launches; the last column is the time that the host needs for
+a pass, measured with passes that take no time. With --post-validation steps follow one another,
+with an all-reduce after each.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def _product(
 
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
-    """Yield the first matrix product of experts, forward, with the same number of rows for each
-    expert."""
+    """Yield the matrix product of the experts' first layer in the forward pass. Each expert has the
+    same number of rows."""
     for model, (experts, rows, hidden_size, width) in EXPERTS.items():
         (operation,) = linear(
             "fc1",

@@ -137,7 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def distinct_recipes() -> list[Recipe]:
-    """Return a recipe for each model, pipeline and number of microbatches, small steps first.
+    """Return a recipe for each model, pipeline and number of microbatches, sorted by the size of
+    the step.
 
     Recipes for GPUs of which nothing is known are omitted.
     """

@@ -255,7 +255,7 @@ def _contend(setting: Setting) -> _Launch:
 
 
 def _median_of(contender: Contender, steps: int) -> float:
-    """Return the median seconds of some steps, each timed by itself."""
+    """Return the median seconds of some steps, each of which is timed separately."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
     if contender.commit_or_rollback is not None:
@@ -302,7 +302,8 @@ def _in_a_row(contender: Contender, steps: int) -> float:
 
 
 def _lateness() -> float:
-    """Return the share by which emulated passes last too long here: the second-worst sleep."""
+    """Return by which share of its seconds a sleep on this machine lasts too long: the
+    second-largest share of several sleeps."""
     seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):

@@ -80,7 +80,7 @@ def group(prompt: int, answer: int) -> Load:
 def packed(loads: Sequence[Load]) -> list[Load]:
     """Return microbatches that hold ``loads`` in their order.
 
-    A microbatch has at most `PACK` tokens, unless one load alone has more.
+    A microbatch has at most `PACK` tokens, or is a single load that has more.
     """
     made = [loads[0]]
     for load in loads[1:]:

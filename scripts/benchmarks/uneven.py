@@ -60,7 +60,7 @@ def work_of(costs: str, microbatches: int, speeds: tuple[float, ...] = ()) -> Wo
 
     Args:
         costs: costs of a rank, as text.
-        speeds: speed of each rank relative to the others; () if they are alike.
+        speeds: speed of each rank relative to the others; () if all are equally fast.
     """
     work = given_work(
         parse_costs(costs, line(RANKS)), LAYERS, ranks=RANKS, microbatches=microbatches

@@ -1,4 +1,4 @@
-"""Predicted and measured steps, and how far one was from the other by group of sources.
+"""Predicted and measured steps, and the errors of the predictions by group of sources.
 
 Rows of one source share a machine and a framework, so their errors are alike. They are counted by
 group, and each group's percentiles are printed.

@@ -41,5 +41,5 @@ def measured_errors(
 
 
 def spread_of(errors: Sequence[float]) -> float:
-    """Return the share by which at least 90 % of ``errors`` are off at most."""
+    """Return the share that 90 % of ``errors`` do not exceed in size."""
     return float(np.percentile(np.abs(errors), 90))

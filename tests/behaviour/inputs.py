@@ -29,8 +29,8 @@ _PAGE = Path(__file__).resolve().parents[2] / "docs" / "your-own-schedule.md"
 
 
 def run(command: str, *, with_stderr: bool = True) -> str:
-    """Return the output of ``megatron-ext`` without progress lines; an exit status other than 0
-    comes first.
+    """Return the output of ``megatron-ext`` without progress lines, after its exit status if that
+    is not 0.
 
     ``with_stderr``: include stderr; otherwise it is included only if stdout is empty, as libraries
     print warnings to stderr.

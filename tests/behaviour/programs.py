@@ -77,8 +77,8 @@ def programs() -> Subject:
 
 
 def _simulated(words: str) -> str:
-    """Return the digest of a program, with numbers that show in what a program with another digest
-    differs."""
+    """Return the digest of a program, with numbers that show in what two programs with different
+    digests differ."""
     said = run(f"simulate {words} --json --program program.txt")
     if not said.startswith("{"):
         return said

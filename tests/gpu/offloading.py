@@ -1,4 +1,4 @@
-"""A step with and without activation offload, and its copies alone."""
+"""A step with and without activation offload, and a measurement of its copies without the step."""
 
 from __future__ import annotations
 

@@ -131,8 +131,9 @@ class DeepStage(LinearStage):
         return x
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """Run B as Megatron's layers do: each computes its weight gradient at once. With all weight
-        gradients at the end, B used to hold another microbatch, which no prediction counted."""
+        """Run B as Megatron's layers do: each computes its weight gradient at once. B used to
+        compute all weight gradients at its end, and so stored the bytes of another microbatch,
+        which no prediction counted."""
         self._whole = microbatch
         dx = super().backward(microbatch, dy)
         self._whole = None
@@ -297,8 +298,8 @@ def bytes_held(stage: DeepStage, gauge: Gauge) -> tuple[int, int]:
 def gradients_are_stocks(
     stages: Mapping[int, DeepStage], program: Program, make: Callable[[int], DeepStage]
 ) -> bool:
-    """Return whether the gradients of ``stages`` are, to the last bit, those of one process that
-    runs one microbatch after the other through all stages."""
+    """Return whether the gradients of ``stages`` are bitwise equal to those of a single process,
+    which runs one microbatch after the other through all stages."""
     alone = [make(number) for number in range(program.schedule.placement.stages)]
     for microbatch in range(program.problem.microbatches):
         x: Tensor | None = None

@@ -70,13 +70,14 @@ POISON = 0xFF  # value of every byte of a poisoned tensor: a number of such byte
 
 
 def synchronising(seconds: float = SECONDS) -> AbstractContextManager[None]:
-    """Let a rank fail at a pass before which something posted has not ended in ``seconds``."""
+    """Let a rank fail at a pass if a message, collective or copy that it posted before has not
+    ended after ``seconds``."""
     return _installed(Synchronising(seconds))
 
 
 def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
-    """Let a rank fail at any action before which something posted has not ended in ``seconds``.
-    Batched messages always fail here, as they must move together."""
+    """Let a rank fail at any action if a message, collective or copy that it posted before has not
+    ended after ``seconds``. Batched messages always fail here, as they must move together."""
     return _installed(Synchronising(seconds, everywhere=True))
 
 
@@ -195,7 +196,8 @@ def _adverse_collectives(post: Post) -> list[Substitute]:
 
 
 def _adverse_groups(post: Post) -> list[Substitute]:
-    """Return the substitutes for batches, which go over the pipeline's own group."""
+    """Return the substitutes for the functions that send batched messages, which use the pipeline's
+    own group."""
 
     def adverse_start(start: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         def started(
@@ -214,8 +216,8 @@ def _adverse_groups(post: Post) -> list[Substitute]:
 
 
 def _adverse_pairs(post: Post, current: Sequence[Action]) -> list[Substitute]:
-    """Return the substitutes for messages over the default group; ``current`` is the pass that they
-    are in."""
+    """Return the substitutes for the functions that send messages over the default group.
+    ``current`` is the pass that sends them."""
     met: set[int] = set()
 
     def adverse(move: Callable[..., Any], use: Use) -> Callable[..., Any]:
@@ -380,7 +382,8 @@ class _LateWork:
 
 
 class _StandIn:
-    """A copy that moves in place of a tensor, and does not keep that tensor alive."""
+    """A copy of a tensor's data that is sent, or received into, in place of the tensor, and does
+    not keep the tensor alive."""
 
     def __init__(self, tensor: Tensor, use: Use) -> None:
         assert tensor.is_contiguous()

@@ -312,7 +312,8 @@ def _apply_parts(config: Any, data_parallel_size: int) -> None:
 
 
 def run(folder: Path, jobs: Sequence[Job]) -> dict[str, list[Run] | str]:
-    """Run ``jobs`` one after the other, and return for each its runs by rank, or how it failed.
+    """Run ``jobs`` one after the other. Return for each job the records of its ranks, or how it
+    failed.
 
     This changes the process, so call it in a forked one only.
     """

@@ -50,8 +50,8 @@ def draw_by_name(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
 
 
 def named_parameters(chunk: Any, model: Any = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters of ``chunk`` with their names. The number of a layer is its number in
-    the whole language ``model``."""
+    """Yield the parameters of ``chunk`` with their names. In a name, a layer has its number in the
+    whole language ``model``, not in the chunk."""
     model = model or chunk
     prefix = next(name for name, module in chunk.named_modules() if module is model.decoder)
     for name, parameter in chunk.named_parameters():

@@ -1,8 +1,8 @@
 """Combinations of settings in a test: by day each pair once, at night all of them.
 
 An effect of one setting on another shows when the two meet, whatever a third one is. So by day a
-matrix of settings runs pair by pair, and a list of cases runs without those whose pairs are all in
-other cases. ``scripts/test.sh --nightly`` runs the full product and every case.
+matrix of settings runs pair by pair, and from a list of cases those are omitted whose pairs all
+occur in other cases. ``scripts/test.sh --nightly`` runs the full product and every case.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def in_pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def each_once(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations that have each value, with shorter axes repeated; at night all
-    combinations.
+    """Return combinations in which each value occurs, with the values of shorter axes repeated; at
+    night return all combinations.
 
     This is for axes whose interplay another test or a proof shows.
     """

@@ -23,7 +23,7 @@ def check_written(part: str, text: str, page: str = "compatibility.md") -> None:
 
 def check_between(name: str, marks: tuple[str, str], text: str, part: str) -> None:
     """Fail unless ``text`` is between the two ``marks``, which the file ``name`` has once. With
-    `WRITE_PAGES`, write it there. ``part`` is its name in errors."""
+    `WRITE_PAGES`, write it there. Errors call the text ``part``."""
     file, (begin, end) = DOCS.parent / name, marks
     before, rest = file.read_text().split(begin)
     written, after = rest.split(end)

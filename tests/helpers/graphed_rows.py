@@ -29,7 +29,8 @@ LAYERS = 2  # number of layers of a chunk
 
 
 class Layer(nn.Module):
-    """A captured module, and then a linear layer whose weight gradient can wait.
+    """A module that may be captured in a CUDA graph, followed by a linear layer whose weight
+    gradient can be deferred to W.
 
     The output of the linear layer is added to its input, so the layer gets the gradient of the
     graph's output unchanged.

@@ -204,7 +204,8 @@ class _MeasuredExecution:
 
 
 def queued(whose: Microbatch) -> tuple[set[int], set[int]]:
-    """Return the storages in the queue: inputs of layers, and gradients of their outputs."""
+    """Return the addresses of the storages in the queue of weight gradients: of inputs of layers,
+    and of gradients of their outputs."""
     pairs = [use.tensors for uses in queue._pending.get(whose, {}).values() for use in uses.uses]
     return addresses([x for x, *_ in pairs]), addresses([dy for _, *dy in pairs])
 

@@ -37,7 +37,8 @@ Samples = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The second step of a rank; ``digest`` is "" for Megatron's own schedule."""
+    """Byte counts of a rank's second step. ``digest`` is that of the program, or "" under
+    Megatron's own schedule."""
 
     digest: str
     samples: Samples
@@ -48,8 +49,8 @@ class CountedStep:
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let ranks that are forked from now on count their second step, and write the result to
-    ``folder``."""
+    """Let ranks that are forked from now on count the bytes of their second step, and write the
+    counts to ``folder``."""
     monkeypatch.setattr(offload, "SMALL", 0)
     monkeypatch.setattr(_Execution, "run", _but_for_the_first(_Execution.run, _run(folder)))
     monkeypatch.setattr(passes, "execute", _noting_program(passes.execute))
@@ -61,7 +62,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def counted(folder: Path, ranks: range) -> list[CountedStep]:
-    """Return the steps that ``ranks`` have written to ``folder``."""
+    """Return the byte counts that ``ranks`` have written to ``folder``."""
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in ranks]
 
 

@@ -220,8 +220,8 @@ class Run:
     digests of the weights of the embedding and the output layer on this rank, after setup and after
     each iteration. ``predictions`` are, for each iteration on ranks that have them, the losses of
     multi-token prediction and the number of its correct tokens. ``redone`` is the number of steps
-    that post-validation took back. ``features`` are, under one of this project's schedules, the
-    features with a witness that ran.
+    that post-validation undid. ``features`` are, under one of this project's schedules, the
+    features whose code was seen to run (`witnesses`).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -338,8 +338,8 @@ def train_or_fail(
 
 
 def fork_checkpoint_manager() -> None:
-    """Fork the process to which the writers of a checkpoint report, in a rank that saves. Megatron
-    spawns it, which takes seconds."""
+    """In a rank that saves a checkpoint, fork the process to which the checkpoint's writers report.
+    Megatron would spawn it, which takes seconds."""
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
@@ -522,9 +522,9 @@ def _layers(chunk: torch.nn.Module) -> list[int]:
 
 
 def _tables(model: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return digests of both tables if the rank has both, although a tied model has one name for
-    them. Fail if the rank has two tables of one name, as with multi-token prediction on a V
-    placement, and they differ."""
+    """Return digests of the tables of the embedding and of the output layer that this rank has,
+    both of them even if they are tied. Fail if the rank has two tables of one name and they differ.
+    Multi-token prediction on a V placement has two such tables."""
     tables: dict[str, int] = {}
     for chunk in model:
         for name, parameter in chunk.named_parameters():

@@ -33,8 +33,8 @@ def _rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np
 
 
 def means_after_a_failed_step(instances: int) -> list[list[float]]:
-    """Return the mean gradients of two replicas in the two steps after a failed one; 2 is right.
-    The first step fails while its gradients, which are 100, are being reduced."""
+    """Return the mean gradients of two replicas in the two steps after a failed step. The right
+    value is 2. The first step fails while its gradients, which are 100, are being reduced."""
 
     def on_rank(rank: int) -> list[float]:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)

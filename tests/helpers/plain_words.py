@@ -140,7 +140,8 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
 
 
 def old_words(name: str) -> str | None:
-    """Return the words to write instead of the old word in ``name``, an identifier or a label."""
+    """Return the plain words to write for an old word in ``name``, an identifier or a label; None
+    if ``name`` has no old word."""
     words = f"_{_NO_WORD.sub('_', _CAMEL.sub('_', name)).strip('_').lower()}_"
     found = _OLD_NAME.search(words)
     if found is None:
@@ -343,6 +344,6 @@ def docstring_errors(path: Path, text: str) -> list[str]:
 
 
 def _words_in(text: str) -> set[str]:
-    """Return the words of ``text`` that have a meaning, in the singular."""
+    """Return the words of ``text`` in the singular, without articles and prepositions."""
     words = {word.rstrip("s") for word in re.findall(r"[a-z]+", text.lower())}
     return words - {"", "a", "an", "and", "by", "for", "in", "it", "of", "on", "the", "to"}

@@ -53,9 +53,8 @@ only_families(patch, "1f1b", "zb-h1", "zb-v")
 
 
 def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
-    """Return the files, by path from the root, that differ after ``edits`` are made and pages and
-    records are written. This happens in a copy in ``folder``, in which ``code`` runs with the
-    dummy."""
+    """Copy the repository to ``folder``, make ``edits`` there, run ``code`` with the dummy, and
+    write pages and records. Return the paths from the root of all files that differ then."""
     # The module `refusals` imports Megatron, here once for all probes.
     importlib.import_module("tests.behaviour.refusals")
     for name in _COPIED:

@@ -184,8 +184,8 @@ def _as_fp8(scaled: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _as_fp4(scaled: Tensor, quantizer: Quantizer) -> Tensor:
-    """Round to the nearest number, or, for gradients, up or down at random, drawn as on a GPU from
-    the device's default generator."""
+    """Round to the nearest FP4 number or, for gradients that need it, up or down at random. Random
+    numbers come from the device's default generator, as on a GPU."""
     grid = E2M1
     size = scaled.abs().clamp(max=6)
     above = torch.bucketize(size, grid).clamp(max=7)
@@ -203,7 +203,8 @@ def _in_blocks(
     power_of_two: bool = False,
     round_to: Callable[[Tensor, Quantizer], Tensor] = _as_fp8,
 ) -> Tensor:
-    """Return ``tensor`` rounded with one scale for each block of so many rows and columns."""
+    """Return ``tensor`` rounded with one scale for each block; ``block`` has its rows and
+    columns."""
     values = tensor.float().reshape(-1, tensor.shape[-1])
     if not values.numel():
         return tensor.float()

@@ -24,8 +24,8 @@ PROPERTY = settings(deadline=None, max_examples=100, suppress_health_check=[Heal
 
 
 def random_placement(random: Random) -> Placement:
-    """Return a linear, loop, V or wave placement, or any one that leaves no rank empty, on at most
-    4 ranks."""
+    """Return a random placement on at most 4 ranks: linear, loop, V, wave, or any other in which
+    each rank has a stage."""
     ranks, chunks = random.randint(1, 4), random.randint(1, 3)
     down, up = list(range(ranks)), list(reversed(range(ranks)))
     anything = down + [random.randrange(ranks) for _ in range(random.randint(0, 4))]

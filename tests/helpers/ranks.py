@@ -140,8 +140,8 @@ class Parent(Protocol):
         ...
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the rank's exit code, or None while it runs. It may not be called once the rank
-        has ended and its code was returned."""
+        """Return the rank's exit code, or None while the rank runs. Do not call this again after it
+        has returned an exit code."""
         ...
 
 
@@ -318,8 +318,9 @@ def run_ranks(
 
 
 def values(results: list[RankResult]) -> list[Any]:
-    """Return the values of ranks, which must all have ended well. If some have not, the error shows
-    the first of them to end, as others may have failed because it was gone."""
+    """Return the values of ranks, which must all have ended well. If some have failed, the error
+    shows the rank that ended first, because others may have failed only because that rank was
+    gone."""
     by_end = sorted(enumerate(results), key=lambda item: item[1].seconds)
     for rank, result in by_end:
         assert result.exit_code == 0, (

@@ -224,7 +224,8 @@ class _Ranks:
         return self.finish(rank, action, action._replace(kind=GIVEN[action.kind]))
 
     def only_given(self, rank: int) -> set[Kind]:
-        """Return the collectives to which ``rank`` gives a tensor without using the result."""
+        """Return the kinds of collectives to which ``rank`` contributes a tensor, and whose result
+        it does not use."""
         given = set()
         if rank != self.rank_of[0]:
             given.add(Kind.REDUCE_E)
@@ -428,7 +429,7 @@ MADE: dict[Kind, tuple[int | None, tuple[Kind, ...]]] = {
 
 
 class _BatchedRanks(_Ranks):
-    """Ranks whose messages go over one communicator."""
+    """Ranks that send batched messages, all of them over one communicator."""
 
     def __init__(self, schedule: Schedule, problem: Problem, held_up: bool) -> None:
         super().__init__(schedule, problem, held_up)

@@ -61,7 +61,7 @@ def without_waits(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def with_messages(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` as it is passed to `prove`."""
+    """Return ``schedule`` with the messages and waits that `prove` expects."""
     return await_sends(without_waits(schedule, problem), problem)
 
 

@@ -98,8 +98,8 @@ def draw_batch(step: int) -> Any:
 
 
 def causal(mask: torch.Tensor) -> torch.Tensor:
-    """Stand in for SkyRL's mask of padding, which Transformer Engine's attention joins with the
-    causal one."""
+    """Stand in for SkyRL's mask, which masks padding only: Transformer Engine's attention would add
+    the causal mask. The mask returned here is both."""
     length = mask.size(1)
     return (~mask.bool())[:, None, None, :] | torch.ones(length, length).triu(1).bool()
 

@@ -50,8 +50,8 @@ def v_placement(ranks: int) -> Placement:
 
 
 def loop_placement(ranks: int) -> Placement:
-    """Return the loop placement that passes ``ranks`` twice; on one rank, both stages follow one
-    another."""
+    """Return the loop placement with two chunks a rank. On one rank, both stages are on that
+    rank."""
     return Placement("loop", tuple(range(ranks)) * 2)
 
 
@@ -337,7 +337,8 @@ class CountingTransport:
 
 
 class InOrderGroup(PipelineGroup):
-    """A group as strict as NCCL: one batch after the other, and one work for a whole batch."""
+    """A process group that is as strict as NCCL: its batches of messages run one after the other,
+    and a batch has one work for all of its messages."""
 
     # PipelineGroup.start as it is at import, in case a test replaces it later.
     _start_at_once = PipelineGroup.start
@@ -464,7 +465,8 @@ def is_validation(action: Action) -> bool:
 
 
 def alone(pipeline: Pipeline, steps: int = 1) -> list[LinearStage]:
-    """Return the same stages in one process, after ``steps`` without an optimizer."""
+    """Return the stages of ``pipeline`` in this process, with the gradients and losses of ``steps``
+    steps without an optimizer."""
     stages = stages_alone(pipeline)
     made = [
         _untrained(len(stages), pipeline.data, pipeline.varies, m)

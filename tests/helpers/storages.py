@@ -79,8 +79,8 @@ def addresses(tree: object) -> set[int]:
 
 
 def messages_on_their_way(row: Sequence[Action], placement: Placement) -> list[int]:
-    """Return how many boundary tensors a rank must hold after each action of its ``row``, in
-    addition to those that the simulator counts."""
+    """Return, for each action of a rank's ``row``, how many activations and gradients between
+    stages the rank must hold after it, in addition to those that the simulator counts."""
     moving: set[tuple[Kind, int, int]] = set()
     counts = []
     for stage, kind, microbatch in row:

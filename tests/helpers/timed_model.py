@@ -120,8 +120,8 @@ class _StockMessages:
         return [_Work(self._clock, works, ends)] if ends else []
 
     def _post(self, name: str, call: dict[str, Any], *, is_alone: bool) -> Callable[[], float]:
-        """Record that this rank posts a message now, and return a function that tells when it
-        ends."""
+        """Record that this rank posts a message now, and return a function that returns the time at
+        which the message ends."""
         end, side = name.split("_")
         own, other = dist.get_rank(), call[f"{side}_pipeline_rank"]
         queue = (own, other) if end == "send" else (other, own)

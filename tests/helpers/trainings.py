@@ -87,8 +87,8 @@ class Training:
         return _SAVED[key]
 
     def resume(self, folder: Path | None = None, /, **more: object) -> list[Run]:
-        """Continue from the checkpoint in ``folder``, or from that of Megatron's own training;
-        later checkpoints are not read."""
+        """Continue from the checkpoint in ``folder`` or, without one, from the checkpoint of
+        Megatron's own training. Later checkpoints of that folder are not read."""
         folder = self.saved()[1] if folder is None else folder
         return self.run(load=folder, ckpt_step=self.saved_at, **more)
 

@@ -17,7 +17,8 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.F
 
 def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
     """Return DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1), in its eight published
-    steps. Passes have a direction; 0 is the one that began at the rank's own end.
+    steps. Passes have a direction: 0 if the microbatch entered the pipeline at the end that is
+    nearer to the rank, otherwise 1.
 
     ``ranks`` is even. ``microbatches``, the number of both copies together, is even and at least
     twice the number of ranks.

@@ -63,8 +63,8 @@ def tokens_of(microbatch: int) -> tuple[Tensor, Tensor]:
 
 
 def weights_of(microbatch: int) -> Tensor:
-    """Return the weight of each token in the loss: 0 for some, and different ones for the
-    others."""
+    """Return the weight of each token in the loss. Some weights are 0, and the others differ from
+    token to token."""
     draw = torch.Generator().manual_seed(1000 + microbatch)
     weights = torch.rand(SHAPE, generator=draw)
     return torch.where(weights < 0.3, 0.0, weights) / weights.numel()
@@ -83,8 +83,9 @@ def program_for(
 
 
 class JoinShards(torch.autograd.Function):
-    """The end of an embedding in Megatron: from a tensor-parallel rank's part of the sum, [b, s,
-    h], to the sum, [s, b, h], or with sequence parallelism to the rank's part of it."""
+    """The last operation of Megatron's embedding. Tensor-parallel ranks each have a part of a sum,
+    [b, s, h]. The result is the sum, [s, b, h], or with sequence parallelism the rank's part of the
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, connections: Connections, divides: bool) -> Tensor:
@@ -170,7 +171,7 @@ class Connections:
         return total
 
     def joined(self, part: Tensor) -> Tensor:
-        """Return the whole sequence."""
+        """Return the whole sequence, joined from the parts of the tensor-parallel ranks."""
         if self.tensor_parallel is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tensor_parallel.size())]

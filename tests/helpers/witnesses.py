@@ -140,8 +140,8 @@ WITNESSES = {
 
 
 def watch(features: Iterable[Feature] = WITNESSES) -> set[Feature]:
-    """Return a set to which those of ``features`` are added that run in this process from now
-    on."""
+    """Return a set. From now on, each of ``features`` that runs in this process is added to the
+    set."""
     seen: set[Feature] = set()
     wanted: dict[CodeType, list[Feature]] = {}
     for feature in features:

@@ -50,8 +50,8 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
 def _agents_store(request: str) -> dist.Store | None:
     """Return the store of torchrun's agent, for ranks with the same ``request``.
 
-    Return None without torchrun. The keys of the store belong to this attempt of the launcher
-    alone.
+    Return None without torchrun. The keys that are used are different at each restart by the
+    launcher, so an earlier attempt's values are not read.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -247,7 +247,7 @@ def _on_words(launch: Launch, parsed: ParsedArguments, script: str | None) -> It
 def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
     """Yield a remark on files of the command that are not here.
 
-    A plan needs none of them.
+    A plan needs none of these files.
     """
     if launch is None or launch.log is not None or launch.recipe is not None:
         return
@@ -388,7 +388,7 @@ def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSp
 def _settings(request: LaunchRequest) -> PipelineConfig:
     """Return the settings of the launch together with those of the plan command.
 
-    The latter count for all schedules, so also for a launch that names none.
+    The plan command's settings apply to every schedule, even if the launch names no schedule.
 
     Raises:
         ValueError: the settings are not understood, or conflict.
@@ -404,7 +404,8 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
 
 
 def _rates(request: LaunchRequest) -> RatesOf | None:
-    """Return the rates of a rank's GPU, measured or from its data sheet; None for an H100's.
+    """Return the rates of a rank's GPU, measured or from its data sheet; None if those of an H100
+    are assumed.
 
     They depend on the precision.
     """

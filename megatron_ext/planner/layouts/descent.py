@@ -63,11 +63,11 @@ class Start:
 
 
 class Timed:
-    """Order of passes of a schedule with one layout, with which other layouts are timed.
+    """Order of passes of a schedule, made for one layout and used to time other layouts.
 
     Attributes:
-        schedule: schedule of a step that is short enough, with overlapped passes if these are
-            requested.
+        schedule: schedule of a step that may have fewer microbatches than the job's, so that timing
+            is quick; with overlapped passes if these are requested.
 
     Raises:
         ValueError: the schedule cannot be made.
@@ -181,7 +181,8 @@ class Timed:
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
         """Return those layouts whose ranks have the least work, at most `_TIMED` of them.
 
-        If a rank is too full, the least memory counts.
+        If ``is_over``, a rank is too full, and those layouts are returned whose fullest rank has
+        the least memory.
         """
         if len(moved) <= _TIMED:
             return moved

@@ -156,7 +156,8 @@ def _share_in_flight(placement: Placement) -> float:
 
 
 def _no_time(placement: Placement) -> int:
-    """Return the code of nodes that take no time, which is one above those of all passes."""
+    """Return the code of nodes that take no time. It is greater by 1 than the largest code of a
+    pass."""
     return placement.stages * _PER_STAGE
 
 

@@ -31,7 +31,7 @@ _NEVER = 1e9  # seconds that rule out a stage which Megatron does not build
 
 
 class End(IntEnum):
-    """Parts of the model that a stage has behind its layers, such as the output layer."""
+    """Parts of the model that a stage has after its layers, such as the output layer."""
 
     NOTHING = 0
     # The last stage, with the output layer and the loss, and with multi-token prediction unless
@@ -158,7 +158,7 @@ class StageFigures:
     ) -> Floats:
         """Return seconds and bytes of a stage with the layers from ``start`` to before ``end``.
 
-        ``behind`` names the parts of the model behind the layers.
+        ``behind`` names the parts of the model that follow these layers on the stage.
         """
         key = int(is_first), int(behind), start, end
         if self._rows[key] < 0:

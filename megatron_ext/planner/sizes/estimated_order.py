@@ -157,7 +157,8 @@ class Estimator:
         return temporary_bytes(job.model_of(sizes), stage, job.execution_of(sizes, recompute))
 
     def _pieces(self, alone: Sizes, recompute: LayerRecompute) -> _Pieces:
-        """Return seconds and bytes of layers and pipeline ends with the sizes ``alone``.
+        """Return seconds and bytes of layers, and of the ends of a pipeline, with the parallel
+        sizes ``alone``.
 
         These sizes have no pipeline parallelism.
         """

@@ -82,7 +82,7 @@ class SizedStep:
 
     @cached_property
     def is_stock(self) -> bool:
-        """Whether Megatron can train this step with its own flags alone."""
+        """Whether this step needs only Megatron's own flags, and none of ours."""
         return is_stock(self.made.candidate)
 
     @property

@@ -96,8 +96,8 @@ def _by_gain(prospect: Prospect) -> tuple[float, str]:
 
 
 def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
-    """Return the three cells on a gain; empty ones if a step of ``option`` is as long as one of
-    ``before``."""
+    """Return the three table cells on the gain of ``option``. They are empty if its step takes as
+    long as that of ``before``."""
     if option.seconds == before.seconds:
         return ["", "", ""]
     name = option.schedule

@@ -1,7 +1,7 @@
 """Settings of recipes that schedules may depend on, by name.
 
-A setting is named as in Megatron's arguments and configs, or in those of Megatron-Bridge where they
-go beyond. What is neither here nor Megatron's is unknown in a recipe.
+A setting is named as in Megatron's arguments and configs, or as in Megatron-Bridge's configs if
+Megatron has no such setting. A recipe's setting that is neither here nor Megatron's is unknown.
 """
 
 from __future__ import annotations

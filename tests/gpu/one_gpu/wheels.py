@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def unpack(wheels: Path, folder: Path) -> list[str]:
-    """Unpack into ``folder`` those of ``wheels`` whose package is not installed.
+    """Unpack into ``folder`` each of ``wheels`` whose package is not installed.
 
     The function returns their folders. Installed packages stay as they are, whatever their version.
     """

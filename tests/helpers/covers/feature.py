@@ -95,8 +95,8 @@ def at_least(least: int) -> Classes:
 
 
 def one_of(*values: str, off: Iterable[str] = (), same: Mapping[str, str] | None = None) -> Classes:
-    """Return the classes of a name among ``values``. ``off`` are names that need no test, ``same``
-    are other names of values."""
+    """Return the classes of a setting whose value is one of the names ``values``. Names in ``off``
+    need no test, and ``same`` maps other names to names in ``values``."""
     others = dict(same or {})
 
     def classes(value: Value) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ class Evidence:
                 self._of_kind.setdefault(kind, []).append(test)
 
     def grade(self, kind: str, wanted: Wanted) -> str | None:
-        """Return the best grade of a test that has all of ``wanted`` under that ``kind`` of
-        schedule, or None."""
+        """Return the best grade of a test that has all of ``wanted`` under this ``kind`` of
+        schedule; None if there is no such test."""
         key = kind, wanted
         if key not in self._grades:
             grades = [
@@ -62,7 +62,8 @@ class Evidence:
 
 
 def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
-    """Return each of ``features``, and the pairs of them that one test must have together."""
+    """Return what tests have to show for ``features``: each feature, and each pair of features that
+    one test must have together."""
     ordered = sorted(features)
     of_setting: dict[str, list[Feature]] = {}
     for feature in ordered:

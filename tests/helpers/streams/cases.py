@@ -95,7 +95,7 @@ class Case:
     crossings: int
 
     def run_emulated(self) -> None:
-        """Run the case with streams, and fail if a rank has a finding."""
+        """Run the case on emulated streams, and fail if the checks of a rank find anything."""
         with streams(self.crossings):
             self.run()
 

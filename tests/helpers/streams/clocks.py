@@ -47,11 +47,11 @@ class Clocks:
         return self._clocks[stream].copy()
 
     def wait(self, stream: int, behind: Clock) -> None:
-        """Let all later work of ``stream`` run after ``behind``."""
+        """Let all later work of ``stream`` run after the operations in the clock ``behind``."""
         _join(self._clocks[stream], behind)
 
     def wait_on_host(self, behind: Clock) -> None:
-        """Let the host wait for ``behind``."""
+        """Let the host wait for the operations in the clock ``behind``."""
         _join(self._host, behind)
         self._host_changes += 1
 

@@ -1,4 +1,4 @@
-"""Streams emulated on the CPU, in ranks that are forked meanwhile.
+"""Streams emulated on the CPU, in ranks that are forked while the emulation is on.
 
 The emulation misses:
 
@@ -22,7 +22,7 @@ It is stricter than torch in three ways: the next allocation counts, whatever it
 gaps between its elements counts for all bytes between them; a work of NCCL's that is never waited
 for keeps no memory alive. In the code that runs today this has led to no false finding.
 
-Two things have looked like findings, and are none: gloo's own operations on tensors, which are
+Two things have looked like findings, and are no faults: gloo's own operations on tensors, which are
 ignored, and reads of a model by tests where Megatron logs, while its parameters are being gathered.
 """
 
@@ -68,7 +68,7 @@ _ASK_FOR_A_GPU = {
 
 @contextlib.contextmanager
 def emulated_streams(at_least: int, traces: Path | None = None) -> Iterator[None]:
-    """Let ranks that are forked meanwhile run on an emulated device.
+    """Let ranks that are forked within the context run on an emulated device.
 
     A rank of several fails at its end if there is a finding, or if fewer than ``at_least`` accesses
     crossed streams. A rank that is alone only forks the other ranks. Each rank writes its

@@ -2,8 +2,8 @@
 
 Such a call in our sources is a site, identified by its file, function and text, so that other lines
 may move. Seeding a fault replaces the code of its function in this process by code in which no
-stream waits there; ranks that are forked meanwhile run it. Works of gloo are still waited for, as
-numbers that have not arrived would end the run before it shows anything.
+stream waits there. Ranks that are forked while the fault is seeded run this code. Works of gloo are
+still waited for, as numbers that have not arrived would end the run before it shows anything.
 
 A wait of the host orders nothing on a stream that uses the same memory, so it is no site: a wait
 listed in `HOST_WAITS`; a wait with a timeout, which is for threads and stores; and `synchronize`,
@@ -106,7 +106,8 @@ def calls() -> tuple[Site, ...]:
 
 
 def _is_site(call: ast.Call) -> bool:
-    """Return whether ``call`` lets a stream wait, or a host in one of `HOST_WAITS`."""
+    """Return whether ``call`` makes a stream wait. Waits of the host that are listed in
+    `HOST_WAITS` look the same, so the result is True for them, too."""
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr in _WITH_ARGUMENTS:

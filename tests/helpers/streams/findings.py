@@ -1,4 +1,5 @@
-"""Findings of a rank, and its accesses that crossed streams in order, both counted."""
+"""Findings of the stream checks on one rank, and the number of its ordered accesses that crossed
+streams."""
 
 from __future__ import annotations
 

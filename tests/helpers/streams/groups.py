@@ -188,7 +188,8 @@ class EmulatedGroups:
         return call
 
     def ending(self, abort: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``abort``, after which nothing runs on the streams of a group."""
+        """Return the function ``abort``, changed so that all work on the streams of an aborted
+        group has ended first."""
 
         def end(group: Any = None) -> Any:
             for (name, _), stream in list(self._streams.items()):

@@ -34,7 +34,7 @@ class EmulatedCopies(CudaCopies):
 
 
 def pageable(device: Device, size: int) -> Tensor:
-    """Return `whole_pages`, recorded as memory that is not pinned."""
+    """Return a buffer made by `whole_pages`, and record its memory as not pinned."""
     buffer = whole_pages(size)
     device.storages.place_on_host(buffer.untyped_storage(), Memory.PAGEABLE)
     return buffer

@@ -281,8 +281,8 @@ V = (("zb-v", 2), ("1f1b", 4))
 
 
 def is_stocks(te: Te, case: Case, pair: tuple[tuple[str, int], tuple[str, int]]) -> bool:
-    """Return whether all stages of the first schedule equal those of the second, which stands for
-    Megatron's."""
+    """Return whether all stages have the same results under the first schedule as under the second,
+    which stands for Megatron's."""
     ours, stock = (run(te, case, *schedule) for schedule in pair)
     assert ours.keys() == stock.keys()
     alike = True

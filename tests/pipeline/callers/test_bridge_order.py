@@ -149,7 +149,8 @@ def read(replica: int, consumed: int, *, is_arranged: bool, epochs: int = 2) -> 
 
 
 def all_reads() -> dict[str, list[list[list[int]]]]:
-    """Return, for three ways to read, the steps of each of the two replicas."""
+    """Return the samples that each of two replicas reads, step by step, for three ways to read
+    them."""
     return {
         "plain": [read(replica, 0, is_arranged=False) for replica in (0, 1)],
         "arranged": [read(replica, 0, is_arranged=True) for replica in (0, 1)],

@@ -183,7 +183,8 @@ def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.Monkey
 
 
 class HostEvent:
-    """Stand-in for `torch.cuda.Event` of a device that is never behind its host."""
+    """Stand-in for `torch.cuda.Event` of a device that ends all work as soon as the host posts
+    it."""
 
     def __init__(self, **options: object) -> None:
         self.at = 0.0

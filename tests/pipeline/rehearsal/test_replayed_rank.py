@@ -73,7 +73,8 @@ def arrivals(
 def prepared(
     name: str, folder: Path, **overrides: object
 ) -> tuple[PreparedSchedule, tuple[str, ...]]:
-    """Return the schedule ``name`` as `prepare` leaves it, and the flags of a rank alone."""
+    """Return the schedule ``name`` as `prepare` returns it for a rehearsal, and the flags of a rank
+    that runs alone."""
     words = model_flags(
         pipeline_model_parallel_size=RANKS,
         num_layers=8,

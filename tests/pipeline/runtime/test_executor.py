@@ -63,8 +63,8 @@ MICROBATCHES = (1, 2, 5)
 
 
 def check_step(pipeline: Pipeline, transport: CountingTransport, program: Program) -> None:
-    """Assert that the latest step ran exactly its program's actions and left no tensor or message
-    behind."""
+    """Assert that the latest step ran exactly the actions of its program, and that no tensor or
+    message is left after it."""
     rank = transport.rank
     row = program.schedule.rows[rank]
     assert pipeline.events == expected_events(program, rank)

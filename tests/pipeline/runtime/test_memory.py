@@ -75,8 +75,8 @@ def layers(stages: int) -> int:
 def measured(
     spec: str | None, flags: Mapping[str, object] = NO_FLAGS, microbatches: int = MICROBATCHES
 ) -> list[Measured]:
-    """Return the measured second step of a training, by rank. ``spec`` None is Megatron's own
-    1F1B."""
+    """Return the measured second step of a training, by rank. If ``spec`` is None, the training
+    runs Megatron's own 1F1B."""
     measure = measure_stock_steps if spec is None else measure_steps
     overrides = MODEL | {
         "num_layers": layers(RANKS if spec is None else choose(spec).place(RANKS).stages),

@@ -174,8 +174,8 @@ def test_clocks_that_differ(ahead: float) -> None:
 
 
 def recorded_reductions(rank: int) -> list[GradientReduction]:
-    """Record two reductions, of which one tells its end and the other does not. Rank 1 comes
-    late."""
+    """Record two reductions. The work of the first tells when it ends. Of the second it is only
+    known when it was waited for. Rank 1 comes late."""
     recording = Recording(rank, HostClock())
     tensor = torch.ones(8)
     telling = recording.begin_reduction(3)

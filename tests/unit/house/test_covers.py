@@ -191,8 +191,8 @@ def everything() -> tuple[Shown, ...]:
 
 
 def grades_of(tests: Sequence[Shown], recipes: Sequence[Recipe], kind: str = "") -> Counter[str]:
-    """Return, by grade, how many of ``recipes`` the ``tests`` cover, under ``kind`` or under the
-    recipes' own stages."""
+    """Return how many of ``recipes`` the ``tests`` cover, by grade. Evidence counts under this
+    ``kind`` of schedule or, without it, under the kind that has each recipe's own stages."""
     evidence = Evidence(tests)
     of_recipes = (evidence.of(kind or kind_of(one), features_of(one)) for one in recipes)
     return Counter(found.grade for found in of_recipes if found.grade is not None)

@@ -31,8 +31,8 @@ def program_of(spec: str, ranks: int, microbatches: int) -> Program:
 
 
 def told(program: Program, steps: list[Timeline]) -> list[RankSums]:
-    """Return the sums that each rank reports of ``steps``, with a clock that begins at its first
-    pass."""
+    """Return the sums that each rank reports of ``steps``. In each step, the rank's clock begins at
+    its first pass."""
     ranks = []
     for rank in range(program.problem.ranks):
         sums = RankSums()

@@ -156,8 +156,8 @@ OWN_STAGE = ((2, 0), (3, 0), (3, 1), (0, 0))
 
 
 def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
-    """Return costs of ``stages``, each a number of layers and of prediction depths; the output
-    layer runs twice."""
+    """Return costs of ``stages``, each given as its number of layers and its number of depths of
+    multi-token prediction. The output layer runs twice."""
     rows = []
     for number, (layers, depths) in enumerate(stages):
         ends = [(number == 0, EMBEDDING), (2 * (number == len(stages) - 1), OUTPUT)]

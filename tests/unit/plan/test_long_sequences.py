@@ -389,7 +389,7 @@ def compared(training: Training, room: float | None = None) -> LongSequences:
 
 @pytest.fixture(scope="module")
 def free(training: Training) -> LongSequences:
-    """Return the comparison without a memory limit."""
+    """Return the comparison of alternatives for long sequences, without a memory limit."""
     return compared(training)
 
 

@@ -25,7 +25,8 @@ from tests.helpers.schedules import B, F
 
 
 def ends_of(graph: Precedence, lags: Floats | None, vectors: Floats) -> Floats:
-    """Return the end of each node, a column for each of ``vectors``."""
+    """Return the time at which each node of the graph ends: a row for each node, a column for each
+    of the ``vectors`` of durations."""
     batched = BatchedTimes(graph, lags)
     times = vectors[batched.order]
     batched.run(times)

@@ -165,8 +165,8 @@ def test_two_pipelines_with_programs_of_their_own_could_hang() -> None:
 
 
 def tied(first: Program, other: Program) -> Graph:
-    """Return the graph of two pipelines in which the n-th pass of a rank ends in both together, and
-    each rank is blocked by everything that it posts."""
+    """Return the graph of two pipelines, whose n-th passes on a rank always end together. Each rank
+    is blocked by everything that it posts."""
     graphs = [build_graph(made.schedule, device=Device.ONE_QUEUE) for made in (first, other)]
     offset, others = (len(graph.actions) for graph in graphs)
     before = [graphs[0].before[node] for node in range(offset)]

@@ -231,7 +231,8 @@ def held_by_hand(row: tuple[Action, ...], share: float) -> list[float]:
 
 
 def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, int]]:
-    """Return all passes but W and R in their order, and how many of these come before each W."""
+    """Return all passes but W and R in their order, and for each W the number of these passes
+    before it."""
     others: list[Action] = []
     before = {}
     for action in row:
