@@ -260,15 +260,12 @@ IN_THE_BACKGROUND: dict[str, object] = {
 }
 
 
-# By day one pipeline of two ranks runs, at night two such pipelines. If checkpoints are saved in
-# the background, each rank has a second process that imports Megatron; with and without that
-# process a full disk ends in the same error of Megatron's.
-FULL = {
-    "at once": (4 if IS_NIGHT else 2, {}),
-    **dict(at_night(("in the background", (2, IN_THE_BACKGROUND)))),
-}
+# If checkpoints are saved in the background, each rank has a second process that imports Megatron;
+# with and without that process a full disk ends in the same error of Megatron's.
+FULL = {"at once": (4, {}), "in the background": (2, IN_THE_BACKGROUND)}
 
 
+@nightly("test_faults_between_steps.py fills the disk in a save, and test_checkpoints.py resumes")
 @pytest.mark.parametrize(("ranks", "how"), FULL.values(), ids=FULL)
 def test_a_full_disk(script: Script, tmp_path: Path, ranks: int, how: dict[str, object]) -> None:
     """A full disk ends all ranks of a training that saves a checkpoint. The rank with the full disk
