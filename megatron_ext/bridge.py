@@ -131,7 +131,7 @@ def check(config: Any, settings: PipelineConfig, changes: Mapping[str, Any] | No
 
 
 def _prepare(handle: BridgeHandle, config: Any, ours: PipelineConfig) -> None:
-    """Change ``config`` for the schedule. Raise ValueError if that does not work with it."""
+    """Change ``config`` for the schedule. Raise ValueError if the two do not work together."""
     model = getattr(config.model, "transformer", config.model)
     ranks = model.pipeline_model_parallel_size
     if ranks < 2:

@@ -39,7 +39,9 @@ Listener = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a training job by Megatron's arguments, and how a microbatch runs them."""
+    """Layers of a training job as Megatron's arguments describe them, and how a microbatch runs
+    them.
+    """
 
     model: Model
     stages: tuple[Stage, ...]

@@ -141,7 +141,7 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
 def prediction_depths(settings: Any) -> int:
     """Return the number of layers of multi-token prediction.
 
-    Each of them predicts one token further.
+    Each layer predicts one token further than the layer before it.
     """
     return settings.mtp_num_layers or 0
 

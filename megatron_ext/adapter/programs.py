@@ -138,7 +138,8 @@ class Programs:
         costs: seconds and bytes of passes, by shape of the microbatches.
         bases: on global rank 0 of a training that measures costs, the basis of the estimate for
             each shape; None if measured costs cannot be split by layer type.
-        described: makes the description of the job for each shape that this rank has seen.
+        described: for each shape that this rank has seen, a function that makes the description of
+            the job.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from megatron_ext.base.progress import reporting
 
 
 class _Logger(logging.Logger):
-    """Logger of this package. It is not silenced by `logging.disable`, which is for others."""
+    """Logger of this package, which `logging.disable` does not silence as it does others."""
 
     def isEnabledFor(self, level: int) -> bool:
         return not self.disabled and level >= self.getEffectiveLevel()

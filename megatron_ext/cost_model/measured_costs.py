@@ -183,7 +183,7 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
 def _recompute_seconds(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds of R (recomputation) on each stage; () if no stage measured any.
 
-    They are those of F if no R was measured on the stage.
+    On a stage without a measured R they are the seconds of F.
     """
     if not any(kind is Kind.RECOMPUTE for _, kind in passes):
         return ()

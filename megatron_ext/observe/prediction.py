@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Excess of the measured makespan over the predicted one, as a share of the latter."""
+        """Excess of the measured makespan over the predicted one, as a share of the predicted."""
         return self.measured / self.predicted - 1
 
     @property

@@ -1,8 +1,8 @@
 """Replay of the passes of a schedule with other durations.
 
-To know what a slow pass or a late message has cost, the step is run once more with its measured
-durations, one of them changed. Only passes are replayed: messages are part of the delay after which
-a pass starts.
+To know what a slow pass or a late message has cost, the step is simulated once more with the
+measured durations of its passes, one of which is changed. Only passes are replayed: messages are
+part of the delay after which a pass starts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Replay:
     def ready(self, measured: dict[Action, Event]) -> dict[Action, tuple[float, float]]:
         """Return for each pass of a measured step when its rank was free, and its inputs made.
 
-        For passes without inputs the latter is the start of the step.
+        For passes without inputs the second time is the start of the step.
         """
         start = min(event.start for event in measured.values())
         ready_at = {}

@@ -114,8 +114,9 @@ class Race:
         self.add_round({spec: [s for who, s in turns if who == spec] for spec in self._contenders})
 
     def add_round(self, measured: Round) -> None:
-        """Record the round ``measured``, as far as it is of this race's contenders, and drop the
-        candidates that are too slow."""
+        """Record the times of this race's schedules in the round ``measured``; drop slow
+        candidates.
+        """
         self.rounds.append({who: measured[who] for who in self._contenders if who in measured})
         for candidate in list(self.candidates):
             ratio = self.ratio(candidate)

@@ -415,8 +415,8 @@ def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
 def _clipping(a: RunRecording, first: First | None, figures: Sequence[ComparedScalar]) -> float:
     """Return the value of --clip-grad if clipping spreads a norm's difference; else 0.
 
-    A norm that is summed in another order differs in its last bits. Clipping by it changes all
-    gradients.
+    A norm that is summed in another order differs in its last bits. Clipping by such a norm changes
+    all gradients.
     """
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:

@@ -77,8 +77,8 @@ class RankRecord:
         reserved: most bytes that torch's allocator had reserved, without ``pool``; None without a
             GPU.
         pool: bytes from which the values of made-up peers are cut, and which no training has.
-        lasting: bytes of tensors that are there between steps, such as weights and optimizer
-            states, without ``pool``; None without a GPU.
+        lasting: bytes of tensors that exist between steps, such as weights and optimizer states,
+            without ``pool``; None without a GPU.
         sent: size of the values that the rank sent in its first step, by direction.
     """
 

@@ -98,8 +98,8 @@ def heard_if_it_fails(
 class Interruption:
     """Callback that ends this rank after another rank's failure, called by the listening thread.
 
-    It closes the connections of ``recorder`` if a step runs or connects, and ends the process if
-    its main thread does not end.
+    It closes the connections of ``recorder`` if passes run or a connection is being made, and ends
+    the process if its main thread does not end.
     """
 
     def __init__(self, recorder: Recorder) -> None:

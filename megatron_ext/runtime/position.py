@@ -34,9 +34,9 @@ class Position(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Pipeline ranks that this rank waits for by name.
+        """Tuple with the one pipeline rank that this rank waits for.
 
-        There are none if it waits for all ranks, or computes.
+        The tuple is empty if this rank waits for all ranks, or computes.
         """
         return () if self.peer is None or self.direction == "with" else (self.peer,)
 

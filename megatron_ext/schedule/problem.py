@@ -1,8 +1,8 @@
 """The problem that a schedule solves.
 
 A family is a function from a problem to a schedule, so everything that may change a schedule is in
-it: the placement, the microbatches, the costs, the memory limit and the options. Options that do
-not go together are declared here too, with the reasons that errors give.
+the problem: the placement, the microbatches, the costs, the memory limit and the options. Options
+that do not go together are declared here too, with the reasons that errors give.
 """
 
 from __future__ import annotations

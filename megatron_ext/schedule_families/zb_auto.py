@@ -92,8 +92,7 @@ def zb_auto(problem: Problem) -> Schedule:
 
 
 def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
-    """Return the schedule ``best``, or the packing of it or of a published schedule, if that is
-    shorter.
+    """Return the shortest of ``best``, its packing, and the packings of the published schedules.
 
     The trials vary only how far ranks run ahead, which is far from optimal if slices have little
     memory.

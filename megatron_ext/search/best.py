@@ -2,8 +2,8 @@
 
 Every family of the placement is among the plans that the search starts from, even if it needs more
 memory than the limit, as packing brings it within the limit. Families within the limit are also
-candidates for the result, which is chosen by the simulated time of a step. If one of them reaches
-the lower bound of all schedules (`lower_bound`), nothing is searched.
+candidates for the result, which is chosen by the simulated time of a step. If one of these families
+reaches the lower bound of all schedules (`lower_bound`), nothing is searched.
 
 The result is stored in the user's cache directory, by problem and effort.
 """
@@ -72,7 +72,8 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """Return a good schedule without a search: the best known one, or a quick packing of it.
+    """Return a good schedule without a search: the best of known schedules and their quick
+    packings.
 
     Raises:
         ValueError: as `best_schedule`.

@@ -60,9 +60,9 @@ class BuildingBlock:
 def squeeze(starts: StartByAction, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
     """Return the order of each rank's passes after moving them to earlier slots than ``starts``.
 
-    F and backward passes move to the first slots in which their input is there and their rank is
-    idle, F only while the rank holds less than ``chunks_held``. W keeps its place in the order, so
-    that the steady rhythm of a rank does not change, until the rank's last F. From there on the
+    F and backward passes move to the first slots in which their input is available and their rank
+    is idle, F only while the rank holds less than ``chunks_held``. W keeps its place in the order,
+    so that the steady rhythm of a rank does not change, until the rank's last F. From there on the
     backward passes go first, and W fills the remaining slots.
 
     Passes are numbered in the order in which they run. With several ``slices`` of each microbatch,

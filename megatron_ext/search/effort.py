@@ -71,7 +71,7 @@ def small_effort(packer: Callable[[JobShop], Pack] = pack.packer) -> Effort:
 
 
 def effort() -> Effort:
-    """Return the largest effort of a search that this machine allows: large if numba is there."""
+    """Return the largest effort of a search that this machine allows: large with numba."""
     try:
         from megatron_ext.search import compiled
     except Exception as error:  # a numba that does not match its numpy may raise anything

@@ -123,7 +123,7 @@ def _ranks_of(shop: JobShop) -> list[RankWork]:
 def _p2p_ticks_of(shop: JobShop) -> list[MessageTicks]:
     """Return for each rank of a V but the first the message ticks of its two forward passes.
 
-    They are those from and to the previous rank.
+    The messages go from and to the previous rank.
     """
     operations = range(0, shop.operation_count - OPERATIONS, OPERATIONS)
     return [

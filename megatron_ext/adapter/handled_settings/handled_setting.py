@@ -1,4 +1,4 @@
-"""Table rows of Megatron's settings that the schedule or a feature implements."""
+"""Rows of the tables of Megatron's settings that the schedule or a feature implements."""
 
 from __future__ import annotations
 

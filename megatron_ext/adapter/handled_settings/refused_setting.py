@@ -1,4 +1,4 @@
-"""Table rows of Megatron's settings that our schedules and features refuse.
+"""Rows of the tables of Megatron's settings that our schedules and features refuse.
 
 A refusal is data, so that checks, pages, records and tests can all read it: a setting, the values
 that are refused, the reason, and what to write instead.
@@ -107,7 +107,10 @@ class RefusalGroup:
 
 
 def by_option(name: str) -> Requested:
-    """Return a function that recognizes a feature's request by the schedule option ``name``."""
+    """Return a function that tells how a launch requests the schedule option ``name``.
+
+    The function returns the flag with its value, or None if the option is not requested.
+    """
 
     def requested(settings: Any, resolved: ResolvedSpec, options: ScheduleOptions) -> str | None:
         value = getattr(options, name)

@@ -1,8 +1,8 @@
 """Interface of observers of training steps, which are called before and after each step.
 
 Traces, metrics and measured costs all need the begin and the end of each step, and no result may
-depend on them. What they may read about a step stands in `Step`, or in `StocksStep` if Megatron's
-own functions run it.
+depend on them. Observers get the facts about a step as a `Step`, or as a `StocksStep` if Megatron's
+own functions run the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's flag that requests overlapped forward and backward passes.
 
 Overlapped passes are an option of the schedule, like options that have flags of our own. Here
-Megatron's flag becomes that option, and options that conflict with it are refused by the names of
-flags that the user knows.
+Megatron's flag becomes that option, and options that conflict with it are refused with errors that
+name the flags that the user knows.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def begin_at_slice(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return rotary positions by ``original``, beginning at the running slice's first token.
+    """Return rotary positions computed by ``original``, from the running slice's first token on.
 
     Without a running slice of a sequence nothing changes. For context-parallel ranks the call is
     marked as packed: each rank would otherwise take a part from the sequence's front and one from

@@ -31,7 +31,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 @dataclass(frozen=True)
 class StepCall:
-    """Arguments of Megatron's caller for one step, as far as stages need them."""
+    """Values of a step's call of Megatron's schedule function that stages need."""
 
     forward_step_func: Callable[..., Any]
     num_microbatches: int

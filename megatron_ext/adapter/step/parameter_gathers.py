@@ -53,7 +53,8 @@ def parameter_gathers(
 ) -> ParameterGathers:
     """Return the parameter gathers of a step, by stage, for a rank that runs ``row``.
 
-    Callers remove the function from the config and restore it between steps, so each step reads it.
+    Callers may remove ``param_sync_func`` from the config and restore it between steps, so each
+    step reads it anew.
     """
     function = config.param_sync_func
     if function is None or forward_only:

@@ -32,7 +32,7 @@ class Autocast:
 
     @staticmethod
     def now() -> Autocast:
-        """Return the present state."""
+        """Return the present state of autocast."""
         return Autocast(
             {
                 device: torch.get_autocast_dtype(device)
@@ -44,7 +44,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context in which autocast has this state again."""
+        """Context in which autocast has the recorded state."""
         present = Autocast.now().types
         with ExitStack() as changed:
             for device, dtype in self.types.items():

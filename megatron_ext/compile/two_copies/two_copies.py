@@ -133,8 +133,9 @@ def _ranks_of_stages(rows: Sequence[Sequence[Action]]) -> dict[int, set[int]]:
 def _ranks_of_first_copy(rows: Rows) -> tuple[int, ...]:
     """Return the rank of each stage of model copy 0, which begins on the lower rank.
 
-    The next stage is on the next rank in the copy's direction. If it is not there, the copy turns,
-    and the stage is on the nearer of its ranks.
+    Each stage is on two ranks, one for each copy. If the next rank in the copy's direction is one
+    of them, it has the copy's next stage. Otherwise the copy turns, and the one that is nearer to
+    the rank of the stage before has it.
     """
     ranks_of = _ranks_of_stages(rows)
     rank, step = min(ranks_of[0]), 1

@@ -1,7 +1,8 @@
 """Costs of each type of layer, derived from measured stages.
 
 A training measures passes of stages, which hold several types of layers. The measured sums tell the
-types apart only as far as the mixtures differ; the proportions of the rest are estimated.
+types apart only if stages have them in different proportions; types that the sums do not tell apart
+keep the proportions of the estimate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches with prompts that answers share."""
+"""Condition under which a launch may share prompts between answers, and the patches for that."""
 
 from __future__ import annotations
 

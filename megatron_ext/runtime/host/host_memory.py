@@ -237,9 +237,9 @@ def _refuse_more(host: str, ranks: int | None, planned: int, free: int) -> None:
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """Return an error text about too little host memory, which begins with ``who_needs``.
+    """Return the text of an error about too little host memory.
 
-    ``who_needs`` is a phrase up to the required amount.
+    ``who_needs`` is its beginning: who needs memory, and how much.
     """
     return (
         f"{who_needs} of host memory for offloaded activations, but only "

@@ -28,7 +28,7 @@ def make_device_groups[Key](
     device: torch.device,
     max_ctas: int | None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """Create groups (`make_groups`) for tensors on ``device``, with the world's backend for it.
+    """Create groups (`make_groups`) for tensors on ``device``, with the world's backend.
 
     On NCCL they have the settings of the pipeline's own group (`communicator_options`), and at most
     ``max_ctas`` CTAs unless those settings say otherwise; None leaves the number to NCCL.

@@ -1,4 +1,4 @@
-"""Check that all ranks run the same training, before they create process groups for it.
+"""Check that all ranks run the same training, before they create process groups.
 
 Ranks that create different groups would wait for each other silently. torch's store exists as soon
 as init_process_group has returned: each rank writes its facts there once, global rank 0 compares
@@ -196,7 +196,7 @@ def other_differences(ranks: Sequence[RankFacts]) -> str:
 def _lines(ranks: Sequence[RankFacts], decide: bool) -> str:
     """Return a line for each fact in which ``ranks`` differ.
 
-    Only facts that ``decide`` are compared, or only others.
+    With ``decide`` only facts that decide are compared, otherwise only the other facts.
     """
     groups: dict[int, list[int]] = defaultdict(list)  # ranks by the identity of their facts
     for rank, one in enumerate(ranks):

@@ -33,7 +33,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def step_that_can_be_taken_back(
     original: Callable[..., None], scheduler: Any, increment: int
 ) -> None:
-    """Advance the learning rate by ``original``.
+    """Run ``original``, which advances the learning rate.
 
     The advance is revertible while post-validation has not decided whether the optimizer step
     stands.

@@ -1,8 +1,8 @@
 """Weights of samples from a file, by which microbatches are ordered and dealt.
 
 What a microbatch costs may not follow from its tokens, as with images. A user can give a weight for
-each sample instead. A file may have more of them than fit into memory, so they are read as they are
-needed.
+each sample instead. A file may have more weights than fit into memory, so each weight is read when
+it is needed.
 """
 
 from __future__ import annotations

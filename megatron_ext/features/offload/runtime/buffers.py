@@ -89,9 +89,9 @@ class HostBuffers:
 
         If there is none, the new one is pageable memory. A new one is needed in the first step if
         the costs have no bytes or too few, and in a step in which a microbatch has grown. A copy to
-        it blocks the host until the device has reached it. The copy is slow but cannot deadlock: it
-        waits for earlier passes only, and `prove` shows that these finish without any later action
-        of this rank.
+        pageable memory blocks the host until the device has reached the copy. The copy is slow but
+        cannot deadlock: it waits for earlier passes only, and `prove` shows that these finish
+        without any later action of this rank.
 
         Raises:
             ValueError: the host has too little memory for a new buffer.

@@ -298,7 +298,7 @@ def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
 
 
 class Nesting:
-    """Flag that distinguishes Megatron's own calls of patched methods from calls by its callers."""
+    """Flag that is set while a function of Megatron's runs, which may call patched methods."""
 
     def __init__(self) -> None:
         self.is_inside = False

@@ -245,7 +245,7 @@ def _numbers(step: int, state: PartialState) -> Tensor:
 
 
 def _buffer_for_numbers() -> Tensor:
-    """Return memory to receive `_numbers` in; its step is NaN until they arrive."""
+    """Return memory that receives the numbers of a message (`_numbers`), NaN until they arrive."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
 

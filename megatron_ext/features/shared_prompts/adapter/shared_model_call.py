@@ -41,7 +41,7 @@ class SharedModelCall:
     def forward(
         self, original: Callable[..., Any], model: GPTModel, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run GPTModel's forward by ``original``.
+        """Run ``original``, GPTModel's forward.
 
         A row with shared prompts is described to the layers as one document.
 

@@ -28,6 +28,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def end_trainings_first(original: Callable[[], None]) -> None:
-    """End our trainings, then destroy Megatron's process groups by ``original``."""
+    """End our trainings, then run ``original``, which destroys Megatron's process groups."""
     end_trainings()
     original()

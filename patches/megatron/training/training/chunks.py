@@ -111,7 +111,7 @@ def evaluate_by_sets(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Evaluate by ``original``, with data iterators listed by validation set, then chunk."""
+    """Run ``original``, which evaluates, with data iterators by validation set, then by chunk."""
     lengths = get_args().eval_iters
     if isinstance(data_iterator, list) and isinstance(lengths, list):
         data_iterator = _by_sets(data_iterator, len(lengths))

@@ -34,6 +34,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def commit_or_rollback_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Commit or roll back the pending optimizer step, if any, then save by ``original``."""
+    """Commit or roll back a pending optimizer step, then run ``original``, which saves."""
     post_validation.commit_or_rollback()
     return original(*args, **kwargs)

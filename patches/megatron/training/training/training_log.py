@@ -115,7 +115,7 @@ class DeferredLog:
 
 
 def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Log an iteration by ``original``, once its optimizer step is post-validated.
+    """Run ``original``, which logs an iteration, once its optimizer step is post-validated.
 
     A pending step is post-validated now if the iteration evaluates, saves or exits, or if the
     number of microbatches changes next; otherwise the log is deferred. Without a pending step it is

@@ -37,7 +37,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def leave_one_copy(
     original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Mark shards to save by ``original``, and unmark all but the first shard of each name."""
+    """Let ``original`` mark the shards to save, and unmark all but the first shard of each name."""
     original(sharded_state_dict, *args, **kwargs)
     saved = set()
     for shard in nested_values(sharded_state_dict):

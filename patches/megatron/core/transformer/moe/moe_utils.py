@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def sort_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Choose experts by ``original``, in a checkpointed forward with gradients enabled.
+    """Run ``original``, which chooses experts; in a checkpointed forward enable gradients for it.
 
     Megatron sorts the chosen experts only if gradients are enabled.
     """

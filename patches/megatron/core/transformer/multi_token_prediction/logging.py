@@ -33,6 +33,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Log losses by ``original``, except in a checkpointed forward, whose recompute logs them."""
+    """Run ``original``, which logs losses, unless a recompute will log them
+    (`checkpointed_forward`).
+    """
     if not checkpointed_forward.is_on:
         original(*args, **kwargs)
