@@ -1,7 +1,7 @@
 """Output of commands: tables, units, and errors.
 
-Commands print for people on terminals of any width. Their tables wrap sentences and never numbers,
-and every refusal ends them in the same way.
+Commands print for people on terminals of any width. Tables wrap sentences and never numbers, and
+every refusal ends a command in the same way.
 """
 
 from __future__ import annotations

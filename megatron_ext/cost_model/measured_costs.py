@@ -214,8 +214,10 @@ def _held_bytes(
 
 
 def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
-    """Return the part of embedding and output layer in measured passes, in estimated
-    proportions."""
+    """Return the costs of embedding and output layer, as parts of the measured ``costs`` of passes.
+
+    Each part has the share of its pass that it has in ``in_passes``, the estimate.
+    """
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 

@@ -50,7 +50,7 @@ class Ratio:
 
 
 def ratio_of(ratios: Sequence[float]) -> Ratio:
-    """Return the `Ratio` of ``ratios``, one for each of at least one round."""
+    """Return the `Ratio` that sums up ``ratios``, which has one number for each round."""
     if len(ratios) == 1:
         return Ratio(ratios[0], ratios[0], ratios[0], 1)
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")

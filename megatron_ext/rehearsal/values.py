@@ -3,9 +3,9 @@
 A product of zeros takes less time than one of numbers, a router sends equal tokens to equal
 experts, and uninitialised memory may hold NaN. In each direction the values have the root mean
 square of those that the rank itself sends there, measured in the first step, or that the
-neighbouring rank sent, if this rank sends nothing there. In the first step it is a guess. It is
-fixed after that step: otherwise a rank that receives values as large as its own could make them
-larger from step to step.
+neighbouring rank sent, if this rank sends nothing there. In the first step the root mean square is
+a guess. It is fixed after that step: otherwise a rank that receives values as large as its own
+could make them larger from step to step.
 """
 
 from __future__ import annotations

@@ -275,9 +275,9 @@ class OverlapCosts(CostPart):
 
     Attributes:
         savings: seconds saved by running a forward and a backward pass at the same time instead of
-            one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
-            figure per stage of the backward pass. If B is missing, I's table counts for B; {} if
-            nothing is saved.
+            one after the other. There is a table for each kind of the backward pass, I and B: it
+            has a row for each stage of F, and in the row a number for each stage of the backward
+            pass. If the table of B is missing, that of I counts for B; {} if nothing is saved.
     """
 
     savings: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 torch.distributed.pipelining and the papers put the first and the last stage on rank 0. Here they
 are on the last rank, where Megatron looks for the loss. Counting the ranks from the other end turns
-one into the other and changes nothing else.
+one placement into the other and changes nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Families with one stage a rank and F, I and W placed by their costs (Qi et al. 2024,
 arXiv:2401.10241, section 3).
 
-Several numbers of microbatches that a rank may be ahead are tried. Each trial gives an order of F
-and I, which `fill_best` completes. The published schedules compete too.
+Several numbers of microbatches by which a rank is ahead of the next rank are tried. Each trial
+gives an order of F and I, which `fill_best` completes. The published schedules compete too.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def with_middle(problem: Problem) -> int:
 def has_middle(problem: Problem) -> bool:
     """Return whether a schedule for ``problem`` can be lengthened or shortened in its middle.
 
-    It needs enough microbatches, equally many chunks on all ranks, and a memory limit that suffices
-    for a microbatch.
+    The problem must have enough microbatches, equally many chunks on all ranks, and a memory limit
+    that suffices for a microbatch.
     """
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}

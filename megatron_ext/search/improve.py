@@ -143,8 +143,7 @@ def patience_of(how: Effort, ranks: int, passes: int) -> int:
 
 
 def first_plans(shop: JobShop, known: Sequence[Starts] = ()) -> list[Packed]:
-    """Return the schedules from packing the ``known`` plans and a few periodic ones, in no
-    order."""
+    """Return the schedules from packing the ``known`` plans and a few periodic plans, unsorted."""
     packers = packers_of(shop, pack.packer)
     affordable = max(_FIRST_PASSES // (2 * shop.operation_count * shop.columns), _MIN_FIRST_PLANS)
     plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))

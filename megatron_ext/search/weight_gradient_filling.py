@@ -77,7 +77,7 @@ class Memory:
 
 
 def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
-    """Return the memory limit of each rank, at most that of ``microbatches`` microbatches."""
+    """Return the memory limit of each rank, at most what ``microbatches`` microbatches take."""
     limit, share = problem.memory_limit, 1 / problem.placement.chunks
     if limit is not None and limit.bytes is not None:
         bytes_for(limit, problem.costs)

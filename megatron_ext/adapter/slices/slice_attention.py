@@ -106,7 +106,7 @@ def attend_with_transformer_engine(
 
 @lru_cache(maxsize=64)
 def bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask of the last ``queries`` of ``keys`` tokens.
+    """Return the causal mask for ``keys`` tokens, of which only the last ``queries`` are queries.
 
     It is a bool tensor [1, 1, queries, keys]. True hides a key from a query.
     """

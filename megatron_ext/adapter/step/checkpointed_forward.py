@@ -134,7 +134,7 @@ def _is_callers(hook: Hook) -> bool:
 
 @contextlib.contextmanager
 def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
-    """Run the enclosed recompute with ``random_states``, and restore the current ones."""
+    """Run the enclosed recompute with ``random_states``; restore the present states afterwards."""
     with random._fork_rng(), _recompute(is_quantised, is_recompute=True):
         random._set_all_rng_states(*random_states)
         yield

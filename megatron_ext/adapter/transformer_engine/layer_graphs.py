@@ -96,7 +96,7 @@ class LayerGraphs:
 
 
 class GraphMemory:
-    """Set of memory ranges, those of CUDA graphs."""
+    """Set of the memory ranges of CUDA graphs."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Initialise the set from (first address, first address after the range) of each range."""

@@ -203,9 +203,9 @@ class Transport(TransportBase):
 
 
 def _shape_header(tensor: Tensor) -> Tensor:
-    """Return a host tensor of fixed length with the shape of ``tensor``.
+    """Return a host tensor of fixed length that holds the shape of ``tensor``, to be sent ahead.
 
-    The tensor has the number of dimensions, then the sizes, and is padded with zeros.
+    Its values are the number of dimensions, then the sizes, then zeros.
     """
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]

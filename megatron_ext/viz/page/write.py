@@ -112,7 +112,7 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def _looks() -> Mapping[str, dict[str, Any]]:
-    """Return, by kind of box on a page, its name, words, legend and colour.
+    """Return, by kind of box on a page, its name, what it does in words, its legend and its colour.
 
     The last value tells whether the box is a mark.
     """

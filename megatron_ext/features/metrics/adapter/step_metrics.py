@@ -141,7 +141,7 @@ class _Log:
         self._has_said = False
 
     def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:
-        """Add all ranks' times of iterations ``first`` to ``last``, and log them if due."""
+        """Add all ranks' times of iterations ``first`` to ``last``, and log the metrics if due."""
         if program is not self._program or self._predicted is None:
             self._program, self._since = program, []
             self._predicted = simulate(program, program.problem.costs)

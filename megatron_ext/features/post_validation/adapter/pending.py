@@ -146,7 +146,8 @@ class PostValidation:
         """Scale the gradients of the next step by a number of tokens, before they are prepared.
 
         The number counts the tokens of the ranks up to this one in the chain; this rank counts
-        ``tokens``. (The first rank of the chain has all tokens.)
+        ``tokens``. (The rank of the last stage counts all tokens of the pipeline. It is the first
+        rank of the chain, because other placements are refused if gradients are scaled by tokens.)
         """
         self._tokens, self._scale = tokens, scale
 

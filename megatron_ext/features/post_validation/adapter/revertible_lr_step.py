@@ -34,7 +34,7 @@ class RevertibleLrStep:
         ]
 
     def take(self) -> None:
-        """Advance the learning rate by one step; also after `take_back`."""
+        """Advance the learning rate by one step; `take_back` allows another call."""
         self._step()
 
     def take_back(self) -> None:

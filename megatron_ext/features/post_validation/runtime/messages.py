@@ -167,7 +167,7 @@ class ValidationMessages:
             self._coming, self._come = None, numbers
 
     def pass_back(self) -> None:
-        """Send the verdict to the rank before this one in the chain, unless that is done."""
+        """Send the verdict to the rank before this one in the chain, unless it was sent already."""
         if self._before is not None and self._passed_back is None:
             assert self._come is not None
             group = self._open(self._down)

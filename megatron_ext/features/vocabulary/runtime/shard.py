@@ -79,7 +79,7 @@ def look_up(shard: VocabularyShard, tokens: Tensor) -> Tensor:
 
 
 def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Tensor) -> None:
-    """EW: add ``gradient``, [b, s, h], of the embeddings to that of the rows of ``tokens``."""
+    """EW: add ``gradient``, [b, s, h], of embeddings to that of the table rows of ``tokens``."""
     is_here, rows = shard.rows_of(tokens)
     gradient = gradient.float().masked_fill(~is_here.unsqueeze(-1), 0.0)
     summed = torch.ops.aten.embedding_dense_backward(gradient, rows, shard.rows, -1, False)

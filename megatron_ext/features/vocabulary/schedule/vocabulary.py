@@ -104,7 +104,8 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
     """Return the start times of the passes of ``base``, with backward passes delayed.
 
     A backward pass is delayed by as many microbatches as `INTERVALS` says. The last microbatches
-    have no such successor: their backward passes are shifted so far that all stay in order.
+    have no microbatch so much later: their backward passes are shifted so far that all stay in
+    order.
     """
     starts: _Times = {}
     for row in base.compute:

@@ -18,7 +18,7 @@ _MODULE = "megatron.core.models.hybrid.hybrid_model"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that refuses such a row; none if Megatron has no HybridModel."""
+    """Return the patch that refuses rows with shared prompts; none if there is no HybridModel."""
     if importlib.util.find_spec(_MODULE) is None:
         return ()
     reason = "its layers carry a state over the answers of a row with shared prompts"
