@@ -1,8 +1,8 @@
 """Sizes that Megatron's own validation lets through, or trips over with an error that names no
 flag.
 
-With them ranks would end in the middle of the set-up or of a step, or loop forever, each with an
-error of its own. They are refused earlier, by an error of one line that names the flag.
+With such sizes ranks would end in the middle of the set-up or of a step, or loop forever, each with
+an error of its own. Such sizes are refused earlier, by an error of one line that names the flag.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class CopiedEmbeddingHooks(TrainingHooks):
 class MovedFirstStageHooks(TrainingHooks):
     """Hooks that check that copies of the embedding are equal.
 
-    They are on if the first stage is not on the first rank.
+    The hooks are on if the first stage is not on the first rank.
     """
 
     @override

@@ -1,5 +1,6 @@
-"""``megatron-ext schedules``: the list of schedules. It has what a user compares first; formulas
-and pictures stand in docs/schedules.md."""
+"""``megatron-ext schedules``: the list of schedules. The list has what a user compares first;
+formulas and pictures stand in docs/schedules.md.
+"""
 
 from __future__ import annotations
 

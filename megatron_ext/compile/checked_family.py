@@ -1,8 +1,8 @@
 """A family of a user's Python file, whose results are checked when it returns them.
 
-A family is a function from a problem to a schedule, and everybody can write one. Its mistakes would
-otherwise show much later, as an error deep in the proof or in the search. So what it returns is
-checked at once, and the error names the user's file.
+A family is a function from a problem to a schedule, and everybody can write one. Mistakes in a
+family would otherwise show much later, as an error deep in the proof or in the search. So what it
+returns is checked at once, and the error names the user's file.
 """
 
 from __future__ import annotations

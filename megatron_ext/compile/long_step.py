@@ -2,10 +2,10 @@
 
 A schedule for many microbatches repeats itself. A schedule of the same family for a few
 microbatches, whose number leaves the same remainder when divided by the family's period, has the
-same beginning, period and ending. Its `repeating_part` gives the times and memory of the long step
-exactly, up to rounding. It remains unknown whether the family really makes that schedule for the
-long step: families that place W by the costs may not. Code that recommends a long step therefore
-builds it whole first (`Simulated.has_all_microbatches`).
+same beginning, period and ending. The `repeating_part` of that shorter schedule gives the times and
+memory of the long step exactly, up to rounding. It remains unknown whether the family really makes
+that schedule for the long step: families that place W by the costs may not. Code that recommends a
+long step therefore builds it whole first (`Simulated.has_all_microbatches`).
 """
 
 from __future__ import annotations

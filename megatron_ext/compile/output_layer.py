@@ -1,8 +1,8 @@
 """Choice whether the output layer's weight gradient waits for W, or is computed in I.
 
 Between I and W the output layer holds the gradient of the logits, which can be larger than the
-activations of all layers of a stage. It therefore waits only if the costs show that there is enough
-memory.
+activations of all layers of a stage. The weight gradient therefore waits for W only if the costs
+show that there is enough memory.
 """
 
 from __future__ import annotations

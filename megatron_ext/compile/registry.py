@@ -47,7 +47,7 @@ class Maturity(enum.StrEnum):
       where a test checks them; and it is the best for some launch. Two that are one search with
       different limits count as one.
     - experimental: it may suit a launch, but has hardly been trained together with other features.
-    - laboratory: for comparison only. Others take less time in no more memory.
+    - laboratory: for comparison only. Other schedules take less time in no more memory.
     """
 
     STABLE = "stable"
@@ -122,7 +122,8 @@ def family(
         maturity: how well the family is tested (`Maturity`).
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: for a family that takes long, a function that does not search: the best schedule
-            that it has within the same limit. It is used instead where steps cannot wait.
+            that it has within the same limit. That function is used where steps cannot wait for a
+            search.
         traits: fields of `Traits`, such as ``splits_backward=True``.
 
     Raises:

@@ -150,7 +150,7 @@ class Execution:
     def ranks_of_loss(self) -> int:
         """Number of tensor-parallel ranks that share the logits and the loss.
 
-        It is one in plain PyTorch, where each rank gathers all logits.
+        The number is 1 in plain PyTorch, where each rank gathers all logits.
         """
         return 1 if self.framework is Framework.PYTORCH else self.tensor_parallel
 

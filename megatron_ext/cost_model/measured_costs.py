@@ -113,8 +113,8 @@ def measured_costs(
     microbatch passes all of them.
 
     Args:
-        estimate: costs with which ``program`` was made. They split passes that contain several
-            parts.
+        estimate: costs with which ``program`` was made. These costs split passes that contain
+            several parts.
         measured: time and place of the measurement, for people to read.
     """
     passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)

@@ -1,8 +1,8 @@
 """Predicted time and memory of a program, in one line.
 
-A training logs one line when it begins to run a program, or when measured costs have changed it. It
-has what a user would otherwise have to simulate: the bubble next to that of 1F1B, the peak memory,
-and the origin of the costs.
+A training logs one line when it begins to run a program, or when measured costs have changed it.
+The line has what a user would otherwise have to simulate: the bubble next to that of 1F1B, the peak
+memory, and the origin of the costs.
 """
 
 from __future__ import annotations

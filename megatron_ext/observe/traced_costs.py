@@ -59,7 +59,7 @@ def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
 def _delays(step: Timeline) -> Iterator[float]:
     """Yield the seconds that passes waited for messages from other ranks in a traced step.
 
-    They go from the end of the pass that made the input to the start of the waiting pass.
+    The seconds count from the end of the pass that made the input to the start of the waiting pass.
     """
     replay = Replay(step.schedule)
     events = {event.action: event for row in step.compute for event in row}

@@ -143,8 +143,9 @@ class Prospect:
     Attributes:
         vpp: chunks of a rank.
         step: seconds of a step, with the estimated W.
-        low, high: the least and the largest step time over the estimated W, both ends of its range,
-            and other proportions of the parts that measured passes cannot separate.
+        low, high: the least and the largest step time that result if W has its estimate or either
+            end of its range, and if parts that measured passes cannot separate have other
+            proportions.
         of_stock: ``low`` and ``high`` relative to the predicted step of Megatron's own schedule.
         bubble_share: idle share of the makespan, with the estimated W.
         peak: activation memory of the rank that holds most, in microbatches.
@@ -168,7 +169,7 @@ class WhatIf:
         stock: the schedule that Megatron has run.
         within: schedules that hold no more than Megatron's own, shortest first.
         with_more: schedules with shorter steps that hold more, shortest first.
-        excluded: the reason why other schedules are in neither, by name.
+        excluded: by name of each other schedule, the reason why it is in neither of the two lists.
         has_parts: whether the times of layers, embedding and output layer are known separately.
         has_depths: whether those of layers of multi-token prediction are, too.
     """

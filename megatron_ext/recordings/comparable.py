@@ -162,8 +162,8 @@ _ORDER_OF_SUMS = (
 def adds_in_another_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Return whether two runs differ by design in the order of their sums, and a third can show it.
 
-    The third is a run with the microbatches of each step reversed. It shows nothing with dropout,
-    whose random numbers are drawn in the order of the microbatches.
+    The third is a run with the microbatches of each step reversed. Such a run shows nothing with
+    dropout, whose random numbers are drawn in the order of the microbatches.
 
     Args:
         a, b: Megatron's arguments of the two runs.

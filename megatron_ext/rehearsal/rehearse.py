@@ -234,7 +234,7 @@ def _gpu() -> GpuHere:
 def _environment(request: RehearsalRequest) -> dict[str, str]:
     """Return the variables of the process that imports modules for all ranks.
 
-    It looks for modules where the ranks of the launch command would.
+    This process looks for modules where the ranks of the launch command would.
     """
     launch = request.launch
     environment = {**_ENVIRONMENT, **launch.environment}

@@ -130,8 +130,8 @@ class RehearsedCollectives(Collectives):
     def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
         """Fill ``gathered`` with softmax statistics of made-up peers, and return the handle.
 
-        Each peer gets the statistics that this rank has for another token. Its logit of the label
-        is zero, as for every label that is not in its own part of the vocabulary.
+        Each peer gets the statistics that this rank has for another token. The peer's logit of the
+        label is zero, as for every label that is not in its own part of the vocabulary.
         """
         of_ranks = gathered.view(self.ranks, *tensor.shape)
         tokens = tensor.shape[1]

@@ -202,7 +202,7 @@ class Recorder:
 class _Stay:
     """Context in which a rank is at a position.
 
-    One is made for each action; a generator would cost more.
+    A context is made for each action; a generator would cost more.
     """
 
     __slots__ = ("_position", "_recorder")

@@ -210,8 +210,8 @@ _ROUNDED = 1.001  # largest factor by which rounding of costs to whole ticks may
 def _plans_of_shorter_step(problem: Problem, how: Effort) -> Iterator[Starts]:
     """Yield plans for a long step, made by repeating the middle of a shorter step's schedule.
 
-    The shorter step has just enough microbatches for a middle that repeats. Its search packs more
-    plans for the same effort.
+    The shorter step has just enough microbatches for a middle that repeats. The search for the
+    shorter step packs more plans for the same effort.
     """
     fewer = replace(problem, microbatches=with_middle(problem))
     best, *_ = search(job_shop_of(fewer), how=how)

@@ -1,6 +1,6 @@
 """`pack` compiled by numba, on arrays of whole numbers. Import this only if numba is installed.
 
-It mirrors `pack` function by function, and returns the same start times.
+This module mirrors `pack` function by function, and returns the same start times.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _remark(why: str) -> None:
 def foreign_file(folder: Path) -> Path | None:
     """Return an entry of the cache ``folder`` that must not be read; None if there is none.
 
-    Others may have written it, or it is no file to be read: a link, a device, or too large.
+    Other users may have written it, or it is no file to be read: a link, a device, or too large.
     """
     is_reachable = folder.stat().st_mode & _REACHABLE
     for path in folder.rglob("*"):

@@ -129,8 +129,8 @@ class _BankersRule:
     def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
         """Return whether a rank may run the next pass of ``op`` without a memory deadlock later.
 
-        It must still have enough memory for its first incomplete microbatch. (Incomplete: a pass
-        that acquires memory has not been placed.)
+        The rank must still have enough memory for its first incomplete microbatch. (Incomplete: a
+        pass that acquires memory has not been placed.)
         """
         count[op] += 1
         first = min([count[other] for other in self.acquiring[rank]])
@@ -160,7 +160,7 @@ class _RecomputeRule:
     def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
         """Return whether a rank may run the next pass of ``op`` without a memory deadlock later.
 
-        Its microbatches must still be able to end one after the other.
+        The rank's microbatches must still be able to end one after the other.
         """
         count[op] += 1
         may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)

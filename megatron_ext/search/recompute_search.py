@@ -180,7 +180,8 @@ class _Choices:
         """Return a choice of recomputed activations with a few microbatches added or removed at
         random.
 
-        They are consecutive, for one stage, for one chunk of every rank, or for consecutive stages.
+        The microbatches are consecutive, for one stage, for one chunk of every rank, or for
+        consecutive stages.
         """
         draw, stages = rng.below(100), self.placement.stages
         if draw < 30:

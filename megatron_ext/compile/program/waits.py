@@ -2,9 +2,9 @@
 
 A tensor that is being sent must not be freed or changed, so its send must be waited for first. The
 same holds for a rank's input to a collective whose result it does not use. A wait blocks its rank
-until the other side has received. It is therefore put before the first action that could not run
-before that anyway: where the rank already knows, from messages that it has received since, that its
-message was used. Vector clocks tell this (Fidge 1988).
+until the other side has received. A wait is therefore put before the first action that could not
+run before that anyway: where the rank already knows, from messages that it has received since, that
+its message was used. Vector clocks tell this (Fidge 1988).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Folding of two copies onto one, and unfolding.
 
 If rank p-1-r does the same as rank r with the copies exchanged, ranks r < p/2 alone are a schedule
-of one copy: the stages that they hold of both copies are together all the stages of one copy. It
-runs half of the microbatches. The other ranks do the same for the other half, as a second
+of one copy: the stages that they hold of both copies are together all the stages of one copy. That
+schedule runs half of the microbatches. The other ranks do the same for the other half, as a second
 data-parallel replica does. The folded schedule thus uses the same GPUs, holds the same parameters
 and activations on each, and runs the same passes at the same times, with one message between ranks
 fewer at the turn.

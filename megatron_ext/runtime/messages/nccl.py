@@ -1,8 +1,8 @@
 """NCCL settings of our communicators.
 
-Every channel has a communicator, and each takes multiprocessors of the GPU (CTAs). They get the
-settings that the user gave to the pipeline's group, and at most so many CTAs as the rank with the
-most communicators can afford.
+Every channel has a communicator, and each takes multiprocessors of the GPU (CTAs). The
+communicators get the settings that the user gave to the pipeline's group, and at most so many CTAs
+as the rank with the most communicators can afford.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Actions of post-validation in a step.
 
 A step's program has an action for each message of the chain and for the moment at which the verdict
-is needed. Their handlers call `messages` and tell the adapter what to commit.
+is needed. The handlers of these actions call `messages` and tell the adapter what to commit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decision whether optimizer steps are taken before their post-validation.
 
-They are while few of the latest steps were clipped or skipped, as such steps must be rolled back.
+That is so while few of the latest steps were clipped or skipped, as such steps must be rolled back.
 """
 
 from __future__ import annotations

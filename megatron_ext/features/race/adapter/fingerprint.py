@@ -1,8 +1,8 @@
 """Fingerprint of a race: what is timed and on which machine, for its report and the next start.
 
 A race may take more iterations than a job runs, so its measurements are stored for the next start.
-They count there only if the same thing is timed on the same machine: versions, model, sizes and
-flags are compared by readable names, so that a refusal can say what differs.
+The measurements count there only if the same thing is timed on the same machine: versions, model,
+sizes and flags are compared by readable names, so that a refusal can say what differs.
 """
 
 from __future__ import annotations

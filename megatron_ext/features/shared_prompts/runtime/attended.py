@@ -1,8 +1,8 @@
 """Keys and values that the segments of a row attend to: those of the prefix, then their own.
 
 Kernels take them as one tensor for each segment, in which a prefix comes once for each answer.
-Autograd would save these copies. They are gathered again in the backward pass instead: what is
-saved does not depend on the length of prefixes.
+Autograd would save these copies. The copies are gathered again in the backward pass instead: what
+is saved does not depend on the length of prefixes.
 """
 
 from __future__ import annotations

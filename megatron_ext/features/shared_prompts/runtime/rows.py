@@ -1,8 +1,8 @@
 """Rows of a microbatch in which sequences with the same prompt share its tokens.
 
-A prompt without its last token is the prefix of its group. It comes once, and behind it the rest of
-each of the group's sequences, which begins with the prompt's last token: the label of that token is
-the first token of an answer.
+A prompt without its last token is the prefix of its group. In the row the prefix comes once, and
+behind the prefix the rest of each of the group's sequences, which begins with the prompt's last
+token: the label of that token is the first token of an answer.
 
     sequences  |pppp aaa|pppp bb|pppp cccc|      their row  |ppp|p aaa|p bb|p cccc|
 

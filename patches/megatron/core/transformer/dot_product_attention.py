@@ -1,6 +1,6 @@
 """Megatron's own attention from a slice's queries to all keys and values up to its end.
 
-Its causal mask is square, and a slice has fewer queries than keys.
+The causal mask of this attention is square, and a slice has fewer queries than keys.
 """
 
 from __future__ import annotations

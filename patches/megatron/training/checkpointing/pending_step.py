@@ -3,7 +3,7 @@
 After a suspicious result that it can reproduce, Megatron saves the result and ends; the resumed job
 reruns the step on other GPUs and compares. Some results, such as gradient norms of buckets, belong
 to a rank's chunks: with other stages on the rank the result differs, and Megatron would blame the
-GPU. It also asserts that a rank has as many loaders as before.
+GPU. Megatron also asserts that a rank has as many loaders as before.
 
 Not patched: the rerun machine itself, which processes the loaders of all chunks; the cases in which
 Megatron ignores the pending step (other sizes, --finetune, --rerun-mode disabled).

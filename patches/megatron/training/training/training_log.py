@@ -1,8 +1,8 @@
 """Log of an iteration, delivered after the post-validation of its optimizer step.
 
 `training_log`, in megatron/training/training.py, counts skipped iterations, sums losses, and prints
-at intervals. Megatron calls it first after a step, so commit points are handled here. They are
-iterations after which Megatron evaluates, saves or exits.
+at intervals. Megatron calls it first after a step, so commit points are handled here. Commit points
+are iterations after which Megatron evaluates, saves or exits.
 
 A log deferred into the next step still finds the consumed samples, the batch size and the losses of
 its own iteration: Megatron's train changes them only after that next step, and an iteration before

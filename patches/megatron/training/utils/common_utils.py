@@ -1,9 +1,9 @@
 """Reductions in the training loop, which return at once while a step awaits post-validation.
 
-They make ranks agree on whether an optimizer step was taken, on its gradient norm and on the
-learning rate. Until post-validation all ranks assume that the step was taken. Every rank with an
-optimizer returns its own latest norm and learning rate, rounded as Megatron's reduction rounds
-them.
+These reductions make ranks agree on whether an optimizer step was taken, on its gradient norm and
+on the learning rate. Until post-validation all ranks assume that the step was taken. Every rank
+with an optimizer returns its own latest norm and learning rate, rounded as Megatron's reduction
+rounds them.
 
 Not patched: other reductions in that file (of losses, within a stage; of norms of parameters, which
 is refused).

@@ -1,9 +1,9 @@
 """Schedule function that Megatron's training loop calls: ours instead of Megatron's.
 
 Only the choice is patched: `get_forward_backward_func` returns a `PipelineStep` instead of
-Megatron's 1F1B or interleaved function. It takes the same arguments, uses Megatron's forward_step
-and backward_step, and ends as Megatron's functions do: embedding gradients, finalize_model_grads,
-timers.
+Megatron's 1F1B or interleaved function. The `PipelineStep` takes the same arguments, uses
+Megatron's forward_step and backward_step, and ends as Megatron's functions do: embedding gradients,
+finalize_model_grads, timers.
 
 Not patched: Megatron's schedule functions themselves (a caller by name gets them), train,
 train_step and evaluate (they call get_forward_backward_func), P2PCommunicator (we have our own
