@@ -118,7 +118,8 @@ def predicted_passes(stage: PublishedStage) -> dict[str, float]:
 
 
 def ratios_by_pass(stages: Sequence[PublishedStage]) -> Mapping[tuple[str, str], list[float]]:
-    """Return predicted over measured milliseconds, by the method of the source and the pass."""
+    """Return the predicted milliseconds divided by the measured ones, by the source's treatment of
+    the vocabulary and by the pass."""
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for stage in stages:
         name = "zero bubble" if "W" in stage.passes else _METHODS[stage.method]

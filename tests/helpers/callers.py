@@ -1,4 +1,5 @@
-"""Steps of models that a caller builds: gradients and losses of all ranks, to be compared."""
+"""Steps of models that a caller builds. Tests compare the gradients and losses of all ranks between
+two callers."""
 
 from __future__ import annotations
 

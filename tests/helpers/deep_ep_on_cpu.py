@@ -56,7 +56,8 @@ class Handle:
         tokens: number of tokens of this rank.
         sent: for each rank, the numbers of the tokens that went to it.
         received: number of tokens that came from each rank.
-        chosen: of HybridEP, for each received token and local expert, whether it was chosen.
+        chosen: under HybridEP, for each received token and each local expert, whether the token
+            goes to the expert; None under DeepEP.
         uses: the calls that used the handle, in order.
     """
 

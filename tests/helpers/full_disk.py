@@ -1,4 +1,4 @@
-"""A disk that is full, as this process sees it."""
+"""A full disk, simulated for this process."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Layer(nn.Module):
 
 
 def row_cases(grade: str) -> list[Any]:
-    """Return the schedules whose rows are run, with marks of the features that tests of them
-    show."""
+    """Return the schedules whose rows the tests run. Those that split the backward have a mark
+    ``covers`` of the given ``grade``."""
     kinds = {"zb-h1": "line", "interleaved-zb": "loop", "zb-v": "v", "v-half": "v"}
     covers: Any = pytest.mark.covers
     marked = [

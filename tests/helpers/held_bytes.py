@@ -53,8 +53,9 @@ class Sample:
         held: all but tensors of messages.
         on_its_way: outputs, gradients and receives of messages.
         own: the part of ``held`` that belongs to the action's stage and microbatch.
-        queued: bytes in the queue for the W pass of this stage and microbatch.
-        copied: the part of ``queued`` that are inputs of layers created by no forward pass.
+        queued: bytes in the queue of weight gradients for the W pass of this stage and microbatch.
+        copied: the part of ``queued`` in inputs of layers that no forward pass created, such as
+            copies.
     """
 
     action: Action

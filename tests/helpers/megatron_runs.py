@@ -190,7 +190,8 @@ def _print_unheard() -> None:
 
 
 def settle() -> None:
-    """Keep later ranks from copying the memory of everything that is imported by now."""
+    """Let ranks that are forked later share the memory of everything that is imported by now,
+    without copying it."""
     _ATTRIBUTES.remember()
     gc.freeze()
     use_huge_pages()

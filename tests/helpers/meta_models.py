@@ -39,8 +39,8 @@ _LOCAL = {
 
 @contextlib.contextmanager
 def fake_ranks(args: Any, pipeline_rank: int) -> Iterator[None]:
-    """Create Megatron's groups as the first rank of ``pipeline_rank`` has them, without other
-    processes."""
+    """Create Megatron's groups without other processes, as the first of the ranks with this
+    ``pipeline_rank`` has them."""
     of_pipeline_rank = args.world_size // args.pipeline_model_parallel_size
     dist.init_process_group(
         "fake", store=FakeStore(), rank=pipeline_rank * of_pipeline_rank, world_size=args.world_size
@@ -114,8 +114,8 @@ def of_experts(parameter: nn.Parameter) -> bool:
 
 
 def elements_kept(args: Any, chunk: nn.Module, bucket: int | None) -> tuple[int, int]:
-    """Return the elements of the gradient buffers of ``chunk``, and those whose optimizer states
-    the first data-parallel rank has, by Megatron's own layout."""
+    """Return how many elements the gradient buffers of ``chunk`` have, and for how many of them the
+    first data-parallel rank stores optimizer states. Both follow from Megatron's own layout."""
     parameters = list(chunk.parameters())
     if not args.use_distributed_optimizer:
         whole = sum(parameter.numel() for parameter in parameters)

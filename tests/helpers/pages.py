@@ -1,4 +1,4 @@
-"""Contents of a page of timelines."""
+"""Readers of the contents of a page of timelines."""
 
 import json
 import re

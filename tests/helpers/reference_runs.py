@@ -302,7 +302,7 @@ class _Ranks:
         return moving
 
     def move(self, send: Action, receive: Action, start: float) -> float:
-        """Let ``send`` meet ``receive``, and return when the message arrives."""
+        """Let ``send`` meet ``receive``, and return the time at which the message arrives."""
         if send.kind is Kind.SEND_F:
             meant = Action(send.stage + 1, Kind.RECV_F, send.microbatch)
         else:

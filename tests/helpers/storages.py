@@ -65,7 +65,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def storages(tree: object) -> list[torch.UntypedStorage]:
-    """Return the storages in ``tree``, and those of the tensors in it."""
+    """Return the storages in the nested structure ``tree``, and the storages of the tensors in
+    it."""
     leaves = tree_leaves(tree)
     return [
         leaf.untyped_storage() if isinstance(leaf, Tensor) else leaf

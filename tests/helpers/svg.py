@@ -1,4 +1,4 @@
-"""Contents of an SVG."""
+"""Readers of the contents of an SVG."""
 
 import xml.etree.ElementTree as ElementTree
 

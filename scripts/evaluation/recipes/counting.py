@@ -93,7 +93,8 @@ class Count:
 
 
 def count(made: Iterable[Row], under: Callable[[Row], Verdict | None]) -> Count:
-    """Return the counts of the rows ``made``; ``under`` gives the verdict of a row that counts."""
+    """Return the counts of the rows ``made``. ``under`` returns the one of a row's verdicts that is
+    counted."""
     total = Count()
     for row in made:
         total.recipes += 1

@@ -37,7 +37,7 @@ _OF_HOSTS = {"c10d::barrier", "c10d::monitored_barrier_"}
 
 
 class Operations(TorchDispatchMode):
-    """Tells the device of operations."""
+    """Dispatch mode that reports each operation of torch to the emulated device."""
 
     def __init__(self, device: Device, engine: Engine, groups: EmulatedGroups) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ class Storages:
             self._note("alloc", state, stream)
 
     def mark(self, note: str) -> None:
-        """Record in the trace that the rank begins ``note``."""
+        """Record in the trace that the rank begins the pass ``note``."""
         self.place = note
         if self.trace is not None:
             self.trace.append(Event("mark", -1, 0, 0, note))

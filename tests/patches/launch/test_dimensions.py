@@ -142,7 +142,7 @@ HYBRID: dict[str, object] = {
 
 
 def counted(model: Model, run: Execution) -> float:
-    """Return the operations of a sample in F, I and W."""
+    """Return our count of the floating-point operations of a sample in F, I and W."""
     stage = Stage(model.layers, True, model.mtp_num_layers, True)
     return flops_of(model, stage, run)
 
@@ -290,7 +290,8 @@ MODELS = read_models()
 
 
 def differences(model: Model) -> dict[str, float]:
-    """Return, by name, the operations of a token by which our count differs from Megatron's."""
+    """Return, by name, by how many floating-point operations of a token our count exceeds
+    Megatron's. A number is negative if Megatron's count is the larger one."""
     hidden, depths = model.hidden_size, model.mtp_num_layers
     parts = "".join(model.layers) + depths * model.mtp_layer
     experts, latent = parts.count("E"), parts.count("*") * model.multi_latent_attention
@@ -330,7 +331,8 @@ def differences(model: Model) -> dict[str, float]:
 
 @cache
 def compared(name: str) -> tuple[float, float, dict[str, float]]:
-    """Return the operations of a token by Megatron's count, by ours, and the named differences."""
+    """Return the floating-point operations of a token by Megatron's count, the same by our count,
+    and the named differences between the two."""
     settings = SimpleNamespace(**(UNSET | dict(MODELS[name]) | {"seq_length": TOKENS}))
     model = describe(settings)
     settings.mtp_num_layers = model.mtp_num_layers

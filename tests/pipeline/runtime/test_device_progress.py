@@ -65,7 +65,8 @@ class Event:
 
 
 class KnownProgress(DeviceProgress):
-    """Progress of a device that remembers the position in the schedule of each event."""
+    """Progress of a device that also stores, for each of the device's events, a position in the
+    schedule."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device.record)

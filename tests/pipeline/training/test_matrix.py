@@ -181,7 +181,8 @@ def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
 
 
 def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
-    """Build a model in which the embedding and one linear of each layer are frozen."""
+    """Build a model in which the embedding and one linear layer of each transformer layer are
+    frozen."""
     model = model_provider(*args, **kwargs)
     for name, parameter in model.named_parameters():
         if "linear_fc1" in name or "word_embeddings" in name:

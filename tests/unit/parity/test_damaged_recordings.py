@@ -142,7 +142,7 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 def compared_numbers(run: RunRecording) -> Any:
-    """Return all numbers of a run on which the verdict depends."""
+    """Return all those numbers of the run ``run`` that decide the verdict of a comparison."""
     tensors = [(one.number, one.tensors) for one in run.iterations]
     figures = [(one.losses, one.norm) for one in run.trained]
     bits = {tensor: run.full_tensor(tensor)[1].tobytes() for tensor in run.tensors}
