@@ -226,7 +226,8 @@ class SliceCosts(CostPart):
             gradients, latencies, launching kernels. {} if it is zero or not known.
         keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
             if not known.
-        sharing: number of context-parallel ranks that share each slice, one part behind the other.
+        sharing: number of context-parallel ranks that share each slice; each has one contiguous
+            part of it.
         joined_weights: whether the W of all slices are one pass (`Slices.joined_weights`): the
             fixed part of W is then that of the first slice, whose W comes last.
     """
@@ -346,7 +347,8 @@ class Costs:
     Attributes:
         passes: seconds and bytes of passes.
         links: seconds and bytes of messages.
-        slices: costs of slices of a sequence that differ from their share of a microbatch.
+        slices: costs of slices of a sequence that are not proportional to their share of a
+            microbatch.
         host: costs of copies to the host and back; None if not known.
         vocabulary: the embedding's part of the first stage's figures and the output layer's part of
             the last stage's; None if not known.

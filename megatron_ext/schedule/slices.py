@@ -54,8 +54,8 @@ class Slices:
         count: number of slices; 1: microbatches are not cut.
         lengths: a rule, or the tokens of each slice.
         joined_weights: whether the W (weight gradient) passes of a microbatch's slices follow each
-            other, after the I (input gradient) of its first slice, which comes last, and compute
-            each weight's gradient once.
+            other, after the I (input gradient) of the microbatch's first slice, which comes last,
+            and compute each weight's gradient once.
     """
 
     count: int = 1
