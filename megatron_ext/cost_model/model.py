@@ -156,7 +156,7 @@ class Stage:
 
     Attributes:
         layers: the parts of each of its layers.
-        depths: how many tokens more than the next one it predicts. Each takes a layer of
+        depths: number of tokens after the next one that it predicts too. Each takes a layer of
             multi-token prediction, and one more run of the output layer.
         output_layer: whether it has the output layer and the loss.
         earlier_depths: number of depths on earlier stages if this stage has the output layer, which
