@@ -121,8 +121,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture(autouse=True, scope="session")
 def small_searches() -> Iterator[None]:
-    """Search with the small effort, so that a test finds the same with numba as without, and
-    compiles nothing."""
+    """Let searches use their small settings: with these a test finds the same with numba as
+    without, and compiles nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best, "effort", small_effort)
         yield

@@ -224,7 +224,7 @@ def cuts_to_compare(
 def may_gain_by_joining(variant: Variant) -> bool:
     """Return whether joined W may shorten a step of ``variant``, with slices, by `WORTH_SLICES`.
 
-    W of a slice that is not joined takes its fixed part once more.
+    If W are not joined, the W of each slice takes the fixed part of W's time once more.
     """
     options = variant.problem.options
     conflicts = options.activation_offload is not Offload.NONE or options.recompute.fit

@@ -145,8 +145,8 @@ def within(share: float) -> Iterator[None]:
 
 @contextmanager
 def provisional() -> Iterator[None]:
-    """Forget after the block which work ended early in it, since the plan compares that once more
-    later."""
+    """Restore after the block which comparisons count as ended early. The plan makes those of the
+    block once more later."""
     plan = _TIME.get()
     if plan is None:
         yield

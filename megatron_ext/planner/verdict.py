@@ -124,8 +124,8 @@ class Verdict:
 
 
 def comparison_kinds(one: Alternative, other: Alternative) -> set[ComparisonKind]:
-    """Return the kinds of differences between two alternatives, by which the error of a predicted
-    ratio of their steps is known."""
+    """Return the ways in which two alternatives differ. These decide how far a predicted ratio of
+    their steps may be off."""
     first, second = one.candidate, other.candidate
     kinds = {ComparisonKind.SCHEDULES}
     if one.layout != other.layout or first.report.vpp != second.report.vpp:

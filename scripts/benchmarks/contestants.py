@@ -70,9 +70,9 @@ def program_of(
 
 
 def ideal_of(program: Program) -> float:
-    """Return the seconds of an emulated step without overhead.
+    """Return the seconds of an emulated step of ``program`` without overhead.
 
-    They are its makespan; or, if steps overlap, about its span.
+    This is the makespan or, if steps overlap, about the span.
     """
     return step_seconds(program, program.problem.costs)
 

@@ -137,8 +137,8 @@ def _rows(costs: dict[Kind, Floats], *, order: bool, deal: bool) -> NDArray[np.i
 def for_places(fixed: Program, name: str) -> Program | None:
     """Return a program made for the mean costs of each place in the order of microbatches.
 
-    The means are those of other steps of the kind of load ``name``. It is None where
-    `program_for_places` returns None.
+    The means are those of other steps of the kind of load ``name``. Return None if
+    `program_for_places` does.
     """
     steps = list(_steps(name, fixed.problem.microbatches, PROFILE_SEED))
     costs = {kind: np.stack([step[kind] for step in steps]) for kind in steps[0]}

@@ -51,7 +51,7 @@ class StepRatio:
 
 
 def jobs(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
-    """Return the predictions of each job: the same training under several schedules."""
+    """Return the predictions grouped by job. A job is the same training under several schedules."""
     rows: dict[str, list[PredictedStep]] = defaultdict(list)
     for one in found:
         rows[one.step.job].append(one)

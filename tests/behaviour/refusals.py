@@ -62,7 +62,8 @@ def refusals_by_feature() -> Subject:
 
 
 def _row(refusal: RefusedSetting, group: RefusalGroup) -> str:
-    """Return the refused values, the schedules that refuse them, and the message for the first."""
+    """Return the refused values and the schedules that refuse them. The message for the first
+    value, under a line or V schedule, follows."""
     values = [value for value in _VALUES if _is_refused(refusal, value)]
     names = [name for name in entries() if refusal.by(choose(name))]
     which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"

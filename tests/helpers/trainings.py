@@ -114,7 +114,8 @@ class Training:
         return self._alike(runs, whole, 0, ours)
 
     def beside(self, other: Training, /, **ours: object) -> Pair:
-        """Train ``other`` and this training, with the flags ``ours``, from the initialisation."""
+        """Train ``other``, and then this training with the flags ``ours``, both from the
+        initialisation."""
         return self._in_world(lambda: (other.known(), self.run(**ours)))
 
     def _in_world(self, make: Callable[[], Pair]) -> Pair:

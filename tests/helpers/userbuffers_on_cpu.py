@@ -62,8 +62,8 @@ def initialize(rows: int, widths: dict[str, int]) -> None:
 def multiply_and_communicate(
     multiply: Any, comm: Communicator, kind: int, extra: Tensor | None, bulk: bool
 ) -> Tensor:
-    """Return ``multiply()``, with the communication of its operand, of its product or, with
-    ``bulk``, of another tensor in the buffer."""
+    """Return the product that ``multiply`` computes. Also communicate its operand, the product or,
+    with ``bulk``, another tensor in the buffer."""
     types: Any = sys.modules["transformer_engine_torch"].CommOverlapType
     if kind == types.AG:
         comm.gather()

@@ -56,7 +56,7 @@ class Model:
 
 
 def tokens_of(microbatch: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens and the labels."""
+    """Return the tokens and the labels of ``microbatch``."""
     draw = torch.Generator().manual_seed(microbatch)
     tokens, labels = torch.randint(VOCABULARY, (2, *SHAPE), generator=draw)
     return tokens, labels

@@ -259,8 +259,8 @@ def _check_batches(args: Any, ranks: int) -> None:
 def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
     """Return a finding on whether restarted ranks continue from a checkpoint.
 
-    The launcher restarts ranks up to ``max_restarts`` times, as new processes that have nothing
-    else of the old ones.
+    The launcher restarts ranks up to ``max_restarts`` times, as new processes, which have nothing
+    of the old ones but their checkpoints.
     """
     if not max_restarts:
         return []

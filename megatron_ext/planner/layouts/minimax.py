@@ -1,8 +1,8 @@
 """Layouts that are balanced, without any simulation.
 
-A simulation for each layout would be too slow, as there are millions. The slowest stage, or the
-slowest rank, bounds a step from below and is found by dynamic programming; such layouts are where a
-search by simulation begins.
+A simulation for each layout would be too slow, as there are millions. The time of the slowest
+stage, or of the slowest rank, is a lower bound on the time of a step. Layouts for which this bound
+is small are found without simulation, and a search by simulation begins with them.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def checkpoint(layers: str) -> tuple[str, ...]:
 
 
 def reference(kind: str, layers: str) -> None:
-    """Write the checkpoint, and the losses to compare with."""
+    """Write the checkpoint from which the other trainings start, and the losses with which theirs
+    are compared."""
     words = layer_flags(kind, layers)
     saves = "--save", str(folder() / f"checkpoint-{layers}"), "--save-interval", "1"
     train(kind, f"gpt-{layers}-checkpoint", 1, *words, *saves, steps=1)

@@ -197,7 +197,7 @@ def loops(kind: str) -> None:
 
 def values(kind: str) -> None:
     """Rehearse zb-v with each kind of values. The first rank receives no real values, since no
-    other has run, so only the second counts."""
+    other rank has run before, so only the second rank's result counts."""
     words = command(kind, SIZES[kind], 8, 16)
     told = []
     for of in PeerValues:

@@ -14,7 +14,7 @@ _MARK = "row: "
 
 
 class State(Enum):
-    """Outcome of a case, in its row."""
+    """Outcome of a case, as its row of the table names it."""
 
     SHOWN = "shown"
     CANNOT_RUN = "cannot run"  # the machine lacks something that the case needs

@@ -1,4 +1,5 @@
-"""Graphs of whole iterations of one rank of two, whose peer is a rehearsal's.
+"""CUDA graphs of whole iterations of one rank of two. The other rank does not run: a rehearsal's
+stand-in takes its place.
 
 python -m tests.gpu.one_gpu.whole_iterations cuda|cpu eager SPEC
 python -m tests.gpu.one_gpu.whole_iterations cuda|cpu graph SPEC

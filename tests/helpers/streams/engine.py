@@ -53,7 +53,7 @@ class _Ready:
 
 @dataclass
 class _Task:
-    """A call of the engine."""
+    """A call of autograd's engine, and its state while it runs."""
 
     ready: dict[_Input, _Ready] = field(default_factory=dict)
     leaf_streams: set[int] = field(default_factory=set)

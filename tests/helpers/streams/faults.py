@@ -170,7 +170,7 @@ def end(waited_for: Any) -> None:
 
 @contextlib.contextmanager
 def _swapped(file: str, function: str, tree: ast.AST) -> Iterator[None]:
-    """Give ``function`` the code that it has in ``tree``."""
+    """Replace the code of ``function`` in this process by its code in the syntax tree ``tree``."""
     filled: Any = ast.fix_missing_locations(tree)
     code = compile(filled, str(ROOT / file), "exec", dont_inherit=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -262,8 +262,8 @@ def compare(case: Case) -> None:
 def by_mask(
     model: GPTModel, tokens: Tensor, labels: Tensor, positions: Tensor, visible: Tensor
 ) -> Tensor:
-    """Return losses of one sequence whose tokens see those that are ``visible``, by Megatron's own
-    attention."""
+    """Return the losses of one sequence by Megatron's own attention. Each token attends to those
+    that the mask ``visible`` names."""
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.scale_mask_softmax.attn_mask_type = (
             AttnMaskType.arbitrary

@@ -429,8 +429,8 @@ class Steps:
             self.buffers.expected = {(0, Held.ACTIVATION): expected}
 
     def step(self, *numbers: int) -> None:
-        """Run a step with a microbatch for each of ``numbers``, the count of 4-byte numbers that it
-        saves."""
+        """Run a step with a microbatch for each of ``numbers``. The microbatch saves that many
+        numbers of 4 bytes."""
         rows = [[action.replace("F0", f"F{m}") for action in BACK] for m in range(len(numbers))]
         step = self.offload.step(tuple(parse_action(action) for row in rows for action in row))
         self.copies.is_in_step = True

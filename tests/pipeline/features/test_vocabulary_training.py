@@ -156,9 +156,10 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
     """Assert that losses of training and evaluation, and gradient norms, are close to those of
     ``reference``.
 
-    A loss is a sum over one sample after another, and its difference grows with the weights' from
-    one step to the next; four ulps were seen. In bf16 the difference of norms grows as well: 1.5 %
-    after one step where the CPU multiplies bf16 itself (AMX), a fifth of that where it does not.
+    A loss is a sum over one sample after another. Its difference grows from step to step, as that
+    of the weights does; up to four ulps were seen. In bf16 the difference of norms grows as well:
+    1.5 % after one step where the CPU multiplies bf16 itself (AMX), a fifth of that where it does
+    not.
     """
     share = 16 * ULP if precision == "fp32" else 2.0**-10
     ours = losses(runs)
