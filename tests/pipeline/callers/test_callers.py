@@ -328,7 +328,7 @@ def test_measured_costs_come_to_all_ranks_at_one_step(
 
 
 @pytest.mark.parametrize(
-    "sizes", [{4: 4, 5: 6}, {n: 4 + n % 2 for n in range(2, 18)}, *at_night({4: 4})]
+    "sizes", [{4: 4, 5: 6}, *at_night({4: 4}, {n: 4 + n % 2 for n in range(2, 18)})]
 )
 def test_a_race_is_the_same_on_all_ranks(
     sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch

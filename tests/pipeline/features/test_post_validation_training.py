@@ -137,10 +137,12 @@ def test_clips_on_every_third_step(name: str) -> None:
 def test_many_steps_of_all_kinds() -> None:
     """A training with post-validation equals the one without it over many steps: clipped ones,
     infinite and NaN gradients under a dynamic loss scale, and evaluations in between."""
-    steps = 50 if IS_NIGHT else 9
+    setting, steps = Setting(2, "zb-auto", PP2 | UNTIED | FP16), 9
+    if IS_NIGHT:
+        setting, steps = SETTINGS["zb-v, fp16"], 50
     bad = EVERY_THIRD | {7: float("inf"), 8: float("inf"), 16: float("nan"), 31: float("inf")}
     more: dict[str, object] = {"train_iters": steps, "eval_interval": steps // 3, "eval_iters": 1}
-    runs, expected = SETTINGS["zb-v, fp16"].both(bad, log_interval=10, **more)
+    runs, expected = setting.both(bad, log_interval=10, **more)
     assert_same(runs, expected)
     # Three evaluations run during the training, and two at its end.
     assert len(losses(runs)) == steps and len(evaluations(runs)) == 5
