@@ -113,7 +113,8 @@ AT_TP_8 = "predicted over measured seconds, at TP 8 over TP 1, in the median"
 def evaluate_all(
     steps: Sequence[PublishedStep], stages: Sequence[PublishedStage], report: Callable[[], None]
 ) -> Evaluation:
-    """Return all results; ``report`` is called after each step and each of `OTHER_PARTS` others."""
+    """Return all results. ``report`` is called after each step, and after each of `OTHER_PARTS`
+    further parts."""
     of_one_size = [step for step in steps if not step.job.startswith(OF_SIZES)]
     found = predict(of_one_size, report)
     predicted = {one.step.number for one in found}

@@ -176,7 +176,7 @@ def _sizes(step: PublishedStep) -> dict[str, Any]:
 def _layout(step: PublishedStep, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the layout of ``step``.
 
-    The recipe's layout is kept only if it has as many stages.
+    The recipe's layout is kept only if it has as many stages as the step.
     """
     changes: dict[str, Any] = {}
     stages = [settings.get(f"model.{name}") or 1 for name in _STAGES]

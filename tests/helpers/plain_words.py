@@ -106,7 +106,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SourceWords:
-    """A file with its places, without those that have an exception, and the errors in its
+    """Places in a file that break a rule and have no exception, and the errors in the file's
     exceptions."""
 
     places: tuple[Place, ...]

@@ -64,8 +64,8 @@ def with_random_links(random: Random, costs: Costs) -> Costs:
 
 
 def random_problem(random: Random) -> Problem:
-    """Return a random placement with random costs and up to five microbatches, with either kind of
-    messages."""
+    """Return a problem with a random placement, random costs and up to five microbatches, with any
+    kind of messages in `P2P`, such as batched ones."""
     placement = random_placement(random)
     p2p = random.choice(list(P2P))
     return Problem(

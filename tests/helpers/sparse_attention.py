@@ -29,7 +29,8 @@ SPARSE = {
 
 
 class Duplicated(ColumnParallelLinear):
-    """A layer that each tensor-parallel rank has whole, on a single such rank."""
+    """Stand-in for Transformer Engine's duplicated linear layer, which every tensor-parallel rank
+    has whole. Here there is only one such rank."""
 
     def __init__(self, *args: Any, parallel_mode: str, **more: Any) -> None:
         assert parallel_mode == "duplicated"

@@ -101,7 +101,7 @@ def makespan(copies: TwoCopies, hop: float) -> float:
 
 
 def makespan_of_one(schedule: Schedule, hop: float) -> float:
-    """Return how long ``schedule``, of one copy, takes by the rules of `makespan`."""
+    """Return the makespan of ``schedule``, which has one model copy, by the rules of `makespan`."""
     placement = schedule.placement
     return _makespan(
         schedule.rows,
@@ -124,7 +124,8 @@ def _makespan(
     ends: dict[tuple[int, int, Kind, int], float] = {}
 
     def begins(rank: int, action: Action) -> float:
-        """Return when the input of ``action`` is on ``rank``; infinity if that is not known yet."""
+        """Return the time at which the input of ``action`` is on ``rank``; infinity if it is not
+        known yet."""
         stage, kind, k = action
         copy = copy_of(rank, stage)
         if kind is _W or (kind is not _F and stage == stages - 1):

@@ -40,7 +40,8 @@ class Course:
 def own_state(
     stages: Iterable[LinearStage], step: int, position: int, course: Course
 ) -> PartialState:
-    """Return the state of the rank at ``position`` of the chain, which has ``stages``."""
+    """Return the part of the norm, and whether there are infs, on the rank at ``position`` of the
+    chain. ``stages`` are that rank's stages."""
     gradients = [gradient for stage in stages for gradient in stage.gradients]
     squared_norm = sum(float(gradient.double().square().sum()) for gradient in gradients)
     return PartialState(squared_norm, course.overflows.get(step) == position)

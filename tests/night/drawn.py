@@ -67,8 +67,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def lacking(text: str, sources: Mapping[str, Path]) -> Path | None:
-    """Return one of the folders ``sources`` that a test file needs, as its ``text`` names it, and
-    that does not exist."""
+    """Return a folder of ``sources`` that does not exist and whose name is in the ``text`` of a
+    test file; None if there is none."""
     for word, folder in sources.items():
         if re.search(rf"\b{word}\b", text) and not folder.exists():
             return folder

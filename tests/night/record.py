@@ -84,7 +84,8 @@ def write(lines: Iterable[NightLine], path: Path = RECORD) -> None:
 
 
 def problems(lines: Mapping[str, NightLine], cases: Mapping[str, int]) -> list[str]:
-    """Return the errors of the ``lines`` of a night that has these ``cases``."""
+    """Return what is wrong with the recorded ``lines``, given the number of ``cases`` that each
+    file has at night."""
     wrong = [f"{name}: no line" for name in cases.keys() - lines.keys()]
     wrong += [f"{name}: a line, and no night cases" for name in lines.keys() - cases.keys()]
     for name in lines.keys() & cases.keys():

@@ -35,7 +35,8 @@ def packs_fast(small_searches: None) -> Iterator[None]:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of figures that a test saves, so that the test can look at them."""
+    """Return the list of the matplotlib figures that a test saves, so that the test can look at
+    them."""
     from matplotlib.figure import Figure
 
     saved: list[Any] = []

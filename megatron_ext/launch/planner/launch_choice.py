@@ -213,7 +213,8 @@ class LaunchChoice(PlannedJob):
 
     @property
     def _is_long(self) -> bool:
-        """Whether steps are so long that searches for schedules take minutes, as `plan` has it."""
+        """Whether steps are so long that searches for schedules take minutes, by the same rule as
+        in `plan`."""
         try:
             args, _ = self.variants.validated(stock_schedule(self.variants.args), VocabMethod.NAIVE)
         except ValueError:
@@ -335,7 +336,7 @@ def _jobs(
 ) -> Iterator[LaunchChoice]:
     """Yield the launch within each bound on its memory.
 
-    The first bound within which any schedule is possible counts.
+    The first bound within which any schedule is possible is used.
     """
     usable, on_gpu, too_large = None, "", ""
     # The planning of a launch that is starting has no time limit.

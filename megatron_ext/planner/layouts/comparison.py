@@ -63,7 +63,8 @@ class LayoutComparison:
         }
 
     def gain(self, other: Evaluated) -> float:
-        """Return by which share of ``other``'s step a step of the launch takes longer."""
+        """Return by how much a step of the launch is longer than a step of ``other``, as a share of
+        the latter."""
         return self.baseline.seconds / other.seconds - 1
 
 

@@ -215,8 +215,8 @@ class Estimator:
 
 
 def _least_in_flight(ranks: int) -> int:
-    """Return the microbatches on the fullest of ``ranks`` under the schedule with the least
-    memory."""
+    """Return how many microbatches the fullest of ``ranks`` pipeline ranks stores, under the
+    schedule with the least memory."""
     return (ranks + 2) // 2 if ranks > 1 else 1
 
 

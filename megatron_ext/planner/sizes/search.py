@@ -166,7 +166,7 @@ def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
 
 
 def kinds_of(job: SizedJob) -> list[CandidateKind]:
-    """Return all kinds of candidates in a search over parallel sizes, the most special one
+    """Return all kinds of candidates in a search over parallel sizes, the most restricted one
     first."""
     return [
         CandidateKind(job, only_stock, only_checked)

@@ -23,8 +23,8 @@ from megatron_ext.patches.megatron.training.training import packed_tokens
 def built_and_given(
     monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config: bool
 ) -> tuple[bool, bool]:
-    """Return whether a rank whose stage reads no data builds datasets, and whether its script gets
-    them."""
+    """Return two values for a rank whose stage reads no data: whether it builds datasets, and
+    whether its script gets datasets."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank)
     built: list[bool] = []

@@ -55,8 +55,8 @@ class Optimizer:
 
 
 class Speculative:
-    """Stand-in for the optimizer of speculative steps that records its calls. It is the first of
-    two ranks."""
+    """Stand-in for the optimizer of speculative steps that records its calls. It runs on the first
+    of two ranks."""
 
     snapshot = "nothing"
 

@@ -135,8 +135,8 @@ def words_of(saved: str, flag: bool, loaded: dict[str, object]) -> tuple[int, li
 
 
 def judged(ranks: int, words: list[str]) -> Finding:
-    """Return the finding on the checkpoint from the check of a launch command, the only wrong one
-    allowed."""
+    """Return the finding on the checkpoint from the check of a launch command. Assert that no other
+    finding is wrong."""
     ours = ["-m", "megatron_ext"] if "--pipeline-schedule" in words else []
     command = ["torchrun", "--nproc-per-node", str(ranks), *ours, str(SCRIPT), *words]
     report = check_launch(read_launch(command), None, None)

@@ -240,7 +240,8 @@ def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupt
 
 @dataclass(frozen=True)
 class CannotSay:
-    """Step in which the other ranks wait while rank 1 fails, and cannot write to their stderr."""
+    """Step in which the other ranks wait while rank 1 fails. The waiting ranks cannot write to
+    their stderr."""
 
     broken: Callable[[], None]
 

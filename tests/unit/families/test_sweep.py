@@ -178,8 +178,8 @@ def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float
 
 
 def attempt(case: Case, limit: MemoryLimit | None) -> tuple[float, str]:
-    """Return the peak of a proved program and "", or 0 and the reason of its refusal. Raises
-    Problematic."""
+    """Return the memory peak of a proved program and "", or 0 and the reason why the case is
+    refused. Raises Problematic."""
     resolved = choose(case.spec)
     placement = resolved.place(case.ranks)
     problem = Problem(placement, case.microbatches, costs_of(case, placement), limit)

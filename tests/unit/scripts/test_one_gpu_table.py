@@ -59,7 +59,8 @@ EXPECTED = [
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write cases that end in each way, as modules, and return their folder."""
+    """Write modules with cases, one for each way in which a case can end, and return their
+    folder."""
     for name, text in ENDINGS.items():
         (tmp_path / f"ends_{name}.py").write_text(TELLS + text)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")

@@ -148,7 +148,8 @@ def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
 
 
 def _brings_stages(printed: Mapping[str, str]) -> bool:
-    """Return whether the log names a schedule of ours with as many virtual stages as it prints."""
+    """Return whether the log names a schedule of ours, and prints as many virtual stages as that
+    schedule has."""
     spec = printed.get(f"{PREFIX}schedule", _NONE)
     if spec == _NONE:
         return False
