@@ -38,7 +38,8 @@ def test_the_host_is_a_few_passes_ahead() -> None:
 
 
 def test_another_thread_sees_where_the_device_is() -> None:
-    """A second thread sees where the device is while the host waits for it."""
+    """A second thread sees which pass the device has ended and which it is running, while the host
+    waits for the device."""
     torch.cuda.init()
     recorder = Recorder(0)
     for microbatch in range(2):

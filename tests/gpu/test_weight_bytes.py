@@ -1,5 +1,6 @@
-"""Tests of the bytes of layers' matrices in 8 bits, compared with those in 16: the estimate's
-formula against the allocator. They were written without a GPU, and have not run yet."""
+"""Tests of the bytes that layers' weights in 8 bits take in addition to those in 16 bits: the
+estimate's formula, compared with a GPU's allocator. They were written without a GPU, and have not
+run yet."""
 
 from __future__ import annotations
 

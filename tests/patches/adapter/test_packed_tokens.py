@@ -61,8 +61,8 @@ def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second build of datasets has the same result on global rank 0. Rank 0 used to be treated as
-    a rank that reads in the second build, and got a loader."""
+    """A second build of datasets has the same result on global rank 0, whose stage reads no data.
+    In the second build rank 0 used to count as a rank that reads data, and got a loader."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace())
 

@@ -420,8 +420,8 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, ends: list[tuple[int, 
 
 @pytest.mark.parametrize("prefix", [3, 300])
 def test_autograd_saves_no_copy_of_a_prefix(prefix: int) -> None:
-    """Autograd saves no copy of a shared prefix for each answer. Saved as they are, the keys and
-    values of four answers would be 8 copies of the prefix."""
+    """Autograd saves no copy of a shared prefix for each answer. If the keys and values of four
+    answers were saved separately, they would be 8 copies of the prefix."""
     row = shared_row([prefix + 3] * 4, [prefix + 1] * 4, [0] * 4)
     attended = tokens_attended_to(row, torch.device("cpu"))
     torch.manual_seed(0)

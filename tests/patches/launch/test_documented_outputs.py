@@ -84,8 +84,8 @@ out of date
 
 def test_outputs_are_written_anew() -> None:
     """scripts/write_outputs.py writes the outputs of a page. All commands of a page share a shell,
-    and the files that the page shows; slow commands are only reported as out of date in a quick
-    run."""
+    and the files that the page shows. In a quick run slow commands do not run, and are only
+    reported as out of date."""
     quick = write_outputs.with_outputs(PAGE, quick=True)
     assert re.search(r"grep makespan\nmakespan +9\n", quick)
     assert "$ ls\npretrain_gpt.py\nsizes.sh\n```" in quick

@@ -411,7 +411,7 @@ def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
 ) -> None:
     """`plan` predicts a launch with tensor parallelism from factors that were measured on the same
     (emulated) machine without it: every schedule takes as long as on that machine. With measured
-    costs by layer type alone, every prediction is wrong."""
+    costs by layer type, and without factors, every prediction is wrong."""
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
     with megatron_arguments.on_gpus(

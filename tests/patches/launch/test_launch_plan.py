@@ -300,8 +300,8 @@ def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.Mon
 @nightly("by day a limit is honoured")
 def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--pipeline-schedule plan` chooses a schedule that fits into the GPU's memory. The model is
-    large, because placements distribute its weights differently; of a small model nearly all memory
-    is CUDA's own, which no schedule reduces."""
+    large, so that it matters which rank has which weights: the memory of a small model is nearly
+    all CUDA's own, which no schedule reduces."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     of_1f1b, _ = fullest("1f1b", **WIDE)

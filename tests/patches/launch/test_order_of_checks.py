@@ -1,9 +1,9 @@
 """Tests that `doctor`, `plan` and the launch refuse a command with the same sentence, in the same
 order of checks.
 
-The launch used to have another order of checks, so of two mistakes in a command it named the other
-one. Only the launch switched off Megatron's settings that a schedule handles itself, such as
-offload: doctor and plan used to refuse such commands.
+The launch used to have another order of checks, so of two mistakes in a command it named another
+one than doctor. Only the launch used to switch off Megatron's settings that a schedule handles
+itself, such as offload: doctor and plan refused commands with these settings.
 """
 
 from __future__ import annotations

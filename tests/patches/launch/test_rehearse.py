@@ -273,8 +273,9 @@ def test_a_schedule_has_the_chunks_of_the_launch_command(tmp_path: Path) -> None
 def test_variables_in_place_of_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rehearse` refuses our environment variables and says which flags to write. Each rank used to
-    read the variables, also when it rehearsed stock's schedule, and the command did not."""
+    """`rehearse` refuses our environment variables and says which flags to write. The rehearsed
+    ranks used to read these variables, also for stock's schedule, while the command itself ignored
+    them."""
     # MEGATRON_EXT_ALLOW_UNKNOWN is no setting of a schedule.
     monkeypatch.setenv("MEGATRON_EXT_ALLOW_UNKNOWN", "1")
     run = stand_in(tmp_path, "stock")

@@ -40,8 +40,9 @@ def test_w_adds_what_stocks_backward_adds(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """With fused gradient accumulation, W adds the same weight gradient to main_grad as stock's
-    backward pass. The output layer is a local layer in any model, so fusion must work with
-    Transformer Engine's layers too. The type of main_grad selects the kernel."""
+    backward pass. The output layer is Megatron's local layer in any model, also if other layers are
+    Transformer Engine's, so fusion must work in such a model too. The type of main_grad selects the
+    kernel."""
     kernels = SimpleNamespace(
         wgrad_gemm_accum_fp32=kernel_for(torch.float32),
         wgrad_gemm_accum_fp16=kernel_for(torch.bfloat16),

@@ -37,9 +37,9 @@ def weight() -> torch.nn.Parameter:
 
 
 def test_in_w_one_gather_runs_during_each_product() -> None:
-    """In W the gather of a layer's input runs during the product of the layer that W computes
-    before it. Row-parallel layers (r) gather nothing, column-parallel ones (c) do; the first
-    product hides the first gather."""
+    """In W each gather of a layer's input runs during a product: it starts before the product of
+    the column-parallel layer (c) that W computes before that layer, and the first gather starts
+    before the first product. Row-parallel layers (r) gather nothing."""
     events: list[str] = []
     waiting = WeightGradients()
     with waiting.collecting(0, 0):
@@ -62,9 +62,9 @@ def test_a_first_gather_has_nothing_to_hide_behind_and_the_next_has() -> None:
 
 
 def test_what_is_computed_in_i_while_a_reduction_is_under_way() -> None:
-    """While a layer's reduction runs in I, the layer before computes its weight gradient, if W is
-    the next pass. This is done only for weights that the first W of the step has shown to be used
-    once."""
+    """While a layer's reduction runs in I, the weight gradient of the layer before it in the
+    backward pass is computed, if W is the next pass. This is done only for weights whose gradient
+    needs no gather, and that the first W of the step has shown to be used once."""
     events: list[str] = []
     waiting = WeightGradients()
     once, twice, gathered = weight(), weight(), weight()

@@ -199,8 +199,9 @@ def test_bridge_reads_the_same_microbatches_in_the_same_order() -> None:
 
 @nightly("Megatron's own loop: test_microbatch_order.py")
 def test_bridge_orders_by_weights_of_a_file() -> None:
-    """Bridge orders microbatches by the weights in a file, with the same losses under our schedule
-    and under its own, bitwise. The order differs from the one by the conversations' lengths."""
+    """Bridge orders microbatches by the weights in a file, and our schedule has the same losses
+    as Bridge's own in that order, bitwise. The order by the lengths of conversations is another
+    one."""
     stock = runs("weighed by stock")
     assert {run.schedule for run in runs("weighed")} == {"PipelineStep"}
     assert_same(runs("weighed"), stock)

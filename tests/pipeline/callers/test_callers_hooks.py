@@ -117,7 +117,7 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
     """Only weights with a hook of the caller's are exempt from the split into I and W. Megatron's
     data-parallel wrapper has a hook on the autograd node of each weight; if that counted as a
     caller's hook, no backward pass would be split, without a message. A caller's hook on the same
-    node, which the wrapper keeps alive, used not to be called."""
+    autograd node used not to be called."""
 
     def on_rank(rank: int) -> None:
         calls: list[Any] = []

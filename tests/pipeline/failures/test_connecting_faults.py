@@ -141,8 +141,8 @@ def test_one_that_is_killed_while_it_connects_is_named(
     script: Script, where: str, waits: dict[int, str]
 ) -> None:
     """The other ranks name a rank that was killed while it connected, and the connection that they
-    wait for. They do so after a minute, and when a launcher ends them. A killed rank cannot report
-    anything by itself."""
+    wait for. They do so in the line that says that they may hang, and again when a launcher ends
+    them. A killed rank cannot report anything by itself."""
     with agent_store() as port:
         run = Training(RANKS, port, flags_of(where), WhileConnecting(where, kill))
         with running_ranks(RANKS, run, script, connect=False) as running:

@@ -67,7 +67,7 @@ def test_a_run_with_metrics(
 ) -> None:
     """A run with --pipeline-metrics trains to the same numbers. The last of two pipelines reports:
     in a line as often as Megatron prints a line, and to the writers as often as Megatron writes to
-    them. The first iteration is not measured, nor is memory without a GPU."""
+    them. The first iteration is not measured. Memory is not measured without a GPU."""
     reference = run(4, {})
     capfd.readouterr()
     script = tmp_path / "script.py"
@@ -161,7 +161,8 @@ def test_megatrons_own_step(placement: Flags, capfd: pytest.CaptureFixture[str])
 
 def test_a_step_of_other_passes_does_not_count() -> None:
     """--pipeline-metrics ignores a step whose passes are not the expected ones in the expected
-    order. Under a Megatron with another order, a pass would otherwise count as another one."""
+    order. In a Megatron version with another order of passes, the time of one pass would otherwise
+    count for another pass."""
     program = program_for(choose("1f1b"), 2, 2)
     expected = program.schedule.compute_rows[0]
     recorder, steps = Recorder(0), StepSums(CPU)

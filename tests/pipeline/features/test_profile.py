@@ -141,9 +141,9 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A training that measures its costs equals stock's to the last bit, or that of the same V
-    without measuring. It logs the measured costs, what they change in the schedule, and how good
-    the prediction was."""
+    """A training that measures its costs equals one that does not, to the last bit: stock's, or
+    under a V the same V's. It logs the measured costs, what they change in the schedule, and how
+    good the prediction was."""
     path = tmp_path / "new" / "costs.json"
     more = more | {"global_batch_size": 4 * ranks // pipeline}
     ours = {name: value for name, value in more.items() if name.startswith("pipeline")}

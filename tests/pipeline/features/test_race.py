@@ -145,8 +145,8 @@ def test_a_race_changes_nothing_to_the_last_bit(
     more: Flags,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A training with a race equals stock's to the last bit, or that of the plain V, and the
-    expected schedule wins the race."""
+    """A training with a race equals the one without a race, to the last bit: stock's, or under a V
+    or a split vocabulary the baseline's. The expected schedule wins the race, or none."""
     ours = {name: value for name, value in more.items() if name.startswith("pipeline_")}
     theirs = {name: value for name, value in more.items() if name not in ours or alone}
     if race in ("interleaved-zb", "gis"):

@@ -57,9 +57,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """--pipeline-trace alone traces Megatron's own step and changes no number. The passes have the
-    order of our family for that schedule. Users who only wished to know the bubble used to have to
-    train under a schedule of ours, and to name iterations."""
+    """--pipeline-trace alone traces Megatron's own step and changes no number. The traced passes
+    have the order that our family for that schedule gives them. Users who only wished to know the
+    bubble used to have to train under a schedule of ours, and to name iterations."""
     common: Flags = {"pipeline_model_parallel_size": 2, "train_iters": 7} | flags
     reference = train(ranks, model_flags(**common))
     capfd.readouterr()

@@ -101,8 +101,9 @@ def test_steps_that_overlap_are_traced_together(tmp_path: Path) -> None:
 
 
 def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path) -> None:
-    """The command `trace` explains the last iteration of a resumed run, by the iteration's number
-    in Megatron's log: this run has two steps, and the second is iteration 4."""
+    """The command `trace` explains the last iteration of a resumed run, and gives it the number
+    that it has in Megatron's log. This run resumes after iteration 2, and its second step is
+    iteration 4."""
     run(2, pipeline(2) | {"save": tmp_path / "saved", "save_interval": 2})
     resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
     run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))

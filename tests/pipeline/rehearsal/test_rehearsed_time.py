@@ -19,8 +19,9 @@ MEASUREMENTS = 3
 @pytest.mark.parametrize("spec", SCHEDULES.split() if IS_NIGHT else BY_DAY)
 def test_passes_that_are_slower_after_a_wait_are_seen_in_a_replay(spec: str) -> None:
     """A replay finds passes that are slower after a wait, here by 4 ms. In a first rehearsal only
-    the first pass of a step waits. In a replay all passes wait that wait in the whole training, and
-    a second replay changes next to nothing. Passes sleep in the rehearsals and in the real step."""
+    the first pass of a step waits. In a replay every pass waits that waits in the whole training,
+    so a second replay changes next to nothing. Passes sleep in the rehearsals and in the real
+    step."""
 
     def are_seen(found: Composed) -> bool:
         return (

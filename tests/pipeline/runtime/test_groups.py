@@ -196,9 +196,9 @@ BOUND = torch.device("cuda:0")
 
 
 def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
-    """Our groups can be created in a world that is bound to a device. There torch splits a new
-    communicator from the world's, and all ranks of the world must take part: the group would wait
-    for ranks that are not its members."""
+    """Our groups can be created in a world that is bound to a device. torch would split their
+    communicator from the world's, in which all ranks of the world must take part, so a group would
+    wait for ranks that are not its members."""
 
     def run(rank: int) -> None:
         dist.init_process_group(

@@ -2,7 +2,7 @@
 bit.
 
 Weights are drawn by their names, so that a model has the same initial weights under any placement:
-Megatron cannot save tied multi-token prediction from a pipeline, and a V draws other weights from a
+Megatron cannot save a pipeline with tied multi-token prediction, and a V draws other weights from a
 seed. Compared are losses, those of multi-token prediction and its number of right tokens, all
 parameters and all optimizer tensors, and the two copies of the embedding with each other.
 """

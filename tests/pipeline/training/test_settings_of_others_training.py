@@ -1,6 +1,7 @@
-"""Tests of Megatron settings that describe work of the schedule, such as deferred weight gradients.
+"""Tests of Megatron's settings for work that our schedules do themselves, such as deferred weight
+gradients.
 
-They also check the order in which tensor-parallel ranks come to their communication.
+They also check that tensor-parallel ranks start their communication in the same order.
 """
 
 from __future__ import annotations

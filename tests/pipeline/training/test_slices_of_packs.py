@@ -205,8 +205,8 @@ def test_twenty_steps_side_by_side(model: str, slices: int) -> None:
 @nightly("test_gradients_are_those_of_whole_packs")
 @pytest.mark.parametrize("model", MODELS)
 def test_it_is_stock_but_for_the_order_of_sums(model: str) -> None:
-    """Trainings on packs in slices equal stock's up to the order of sums. Adam's steps are as large
-    for small gradients as for large ones, so models with experts amplify rounding."""
+    """Trainings on packs in slices equal stock's up to the order of sums. Rounding grows with
+    experts, because Adam's steps are as large for small gradients as for large ones."""
     tolerance = 1e-2 if "bf16" in model else 1e-5 if "experts by sequence" in model else 1e-6
     assert_close(sliced(model), stock(model), tolerance)
 

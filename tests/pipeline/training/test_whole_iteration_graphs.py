@@ -139,9 +139,9 @@ def test_an_event_of_a_capture_is_never_queried(groups: Groups) -> None:
 
 
 def test_a_wait_copies_what_its_call_has_made(groups: Groups) -> None:
-    """A replay of a reduce-scatter gives the gradients of that replay's data. Gloo's wait copies
-    the result from memory of its call, and the emulator used to record that copy as an operation of
-    the step, so replays gave the gradients of the capture."""
+    """A replay of a reduce-scatter gives the gradients of that replay's data. In its wait, gloo
+    copies the result from memory that its call has allocated. The emulator used to record that copy
+    as an operation of the step, so replays gave the gradients of the capture."""
     x, reduced = torch.ones(3), torch.zeros(3)
 
     def reduce(group: object) -> SimpleNamespace:
