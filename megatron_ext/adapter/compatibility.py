@@ -125,8 +125,8 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
         if first.microbatch != begun.microbatch:
             raise ValueError(
                 f"{schedule.name}: the first weight gradient on stage {stage} is {first}, but the "
-                f"stage's first forward pass is {begun}, whose weight gradient Transformer Engine "
-                "writes over those that were added before: run "
+                f"stage's first forward pass is {begun}: Transformer Engine stores that pass's "
+                "weight gradient without adding those computed before, which are lost: run "
                 f"{begun._replace(kind=first.kind)} first, or add --no-gradient-accumulation-fusion"
             )
 

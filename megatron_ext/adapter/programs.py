@@ -409,8 +409,9 @@ class Programs:
     def _spec_for(self, key: StepKey) -> ResolvedSpec:
         """Return the resolved spec for the step ``key``, with or without a search.
 
-        A substitute without a search serves evaluations, which gain nothing by a search, and steps
-        with another number of microbatches than that which was searched for.
+        Without a search, the family is replaced by one that makes a program at once. That is done
+        for evaluations, which gain nothing by a search, and for steps with another number of
+        microbatches than the one that was searched for.
         """
         microbatches = key.microbatches
         if key.forward_only:

@@ -268,7 +268,8 @@ def _iteration(line: _Line, pieces: Sequence[Piece]) -> RankIteration:
     digests = line.value("digests", _is_digests, "a table of digests of 64 bits")
     if unknown := next((number for number in digests if number not in numbers), None):
         raise line.wrong(
-            f"'digests' has a piece {_shown(unknown)} of a tensor, which no earlier line names"
+            f"'digests' has an entry {_shown(unknown)}, and no earlier line names a piece of a "
+            f"tensor with that number"
         )
     losses, skipped = line.data.get("losses", {}), line.data.get("skipped", False)
     if not _is_numbers(losses):

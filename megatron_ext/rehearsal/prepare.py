@@ -1,4 +1,4 @@
-"""Launch command made ready to be rehearsed: programs, costs and words of each schedule.
+"""Launch command made ready to be rehearsed: under each schedule its programs, costs and arguments.
 
 Nothing here runs a rank. Programs and costs are those by which ``plan`` judges the launch command.
 Costs, and the passes that a search has found, travel to the ranks in files, so that no rank

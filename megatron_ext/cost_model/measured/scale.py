@@ -1,6 +1,7 @@
 """Ratios of measured to estimated costs, for each component of a stage.
 
-A component is a layer of some type, in the symbols of `Model`, or one of a stage's other parts.
+A component is a layer of one type, named by that type's symbol in `Model`, or another part of a
+stage, such as the embedding.
 """
 
 from __future__ import annotations

@@ -575,8 +575,8 @@ RECOMPUTED = {**HISTORY, "recompute_granularity": "selective"}
     ],
 )
 def test_schedules_with_other_scales(overrides: dict[str, Any], text: str | None) -> None:
-    """`doctor` remarks if a schedule has other FP8 scales than stock. docs/compatibility.md said so
-    of FP8, and doctor used not to mention it."""
+    """`doctor` remarks if a schedule has other FP8 scales than stock. docs/compatibility.md
+    named these schedules, and doctor used not to mention it."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     report = checked(max_position_embeddings=32, **(sizes | overrides))
     assert report.is_right, told(report, Severity.WRONG)

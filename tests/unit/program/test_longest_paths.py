@@ -61,9 +61,9 @@ def test_many_vectors_at_once_are_timed_as_one_by_one(
 @settings(PROPERTY)
 @given(case=cases, hop=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
 def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, hop: float) -> None:
-    """The times of passes without messages are those of the simulator with messages, for any
-    placement and order. Messages too short to wait for one another only delay the passes that need
-    them."""
+    """Passes that are timed without a program of messages end when the simulator, which has one,
+    lets them end, for any placement and order. If messages are so short that none waits for
+    another, each only delays the passes that need it."""
     schedule, costs = case.schedule, case.problem.costs.with_links(p2p_seconds=hop)
     exact = simulate_unproved(schedule, replace(case.problem, costs=costs))
     timed = time(schedule.rows, replace(case.problem, costs=costs))

@@ -316,9 +316,9 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.search
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_an_output_layer_costs_its_share(name: str) -> None:
-    """A split output layer costs each rank its share. A step takes m intervals, the time in which
-    the pipeline fills, and one or two more intervals. In an interval a rank runs all passes of one
-    microbatch."""
+    """A split output layer costs each rank its share. In an interval a rank runs all passes of one
+    microbatch. A step takes as long as m intervals, plus the time in which the pipeline fills, plus
+    one or two more intervals."""
     ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
