@@ -178,7 +178,7 @@ class ResolvedSpec:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the schedule is found by a search, for which steps cannot wait."""
+        """Whether the schedule is found by a search, which takes too long to hold up a step."""
         return self.traits.searches or self.at_once is not None
 
     @property

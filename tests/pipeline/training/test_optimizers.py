@@ -71,8 +71,8 @@ SCHEDULES = ("zb-h1", "interleaved-zb", "zb-v")
 
 # --- optimizers of other packages
 
-# In each of these trainings a function makes Megatron find the optimizer's package, in a separate
-# process.
+# Each of these trainings runs in a process of its own, in which Megatron finds the package of the
+# optimizer.
 
 FUSED: Flags = {
     **SHARDED,

@@ -365,17 +365,17 @@ def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:
     assert seconds == {F: ((3.0, 4.0), (5.0, 4.0)), W: ((0.0, 8.0), (0.0, 8.0))}
 
 
-def test_places_are_means_of_the_longest_pipeline() -> None:
-    """Costs of a place (a microbatch's position in the step) come from the slowest pipeline: the
-    seconds of the two ranks of each of two pipelines are added up, and the larger sum counts."""
+def test_costs_of_places_are_sums_over_ranks_relative_to_their_median() -> None:
+    """The cost of a place (a microbatch's position in the step) is the sum of the seconds that the
+    ranks of a pipeline take for it, divided by the median of all such sums."""
     ranks = [
         RankPlaces(pipeline, {F: ((1.0, factor), (1.0, 3.0 * factor))})
         for pipeline, factor in ((0, 2.0), (1, 1.0), (0, 2.0), (1, 1.0))
     ]
     measured = measured_places(ranks)
     assert measured is not None
-    # The pipelines' sums are (2, 4) and (2, 2) for the first place, then (2, 12) and (2, 6); the
-    # median is 2.
+    # Sums of the first step's two places are (2, 4) and (2, 2) in the two pipelines, and those of
+    # the second step (2, 12) and (2, 6). Their median is 2.
     assert [step[F].tolist() for step in measured.steps] == [[[1, 2], [1, 1]], [[1, 6], [1, 3]]]
     assert measured.at_places == {F: (1.0, 4.0)}
 

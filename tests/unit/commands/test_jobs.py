@@ -199,7 +199,9 @@ def test_doctor_checks_launches_alone() -> None:
                 check_doctor(JOBS[job], given)
             except ValueError as error:
                 assert of_environment or job in ("model", "costs"), error
-                assert ", ".join(of_environment) in str(error) or "only the sizes of one" in str(error)
+                assert ", ".join(of_environment) in str(error) or "only the sizes of one" in str(
+                    error
+                )
             else:
                 assert not of_environment and job not in ("model", "costs")
     with pytest.raises(ValueError, match=r"^--gpu, --world-size: there is no JOB to check; drop"):

@@ -410,9 +410,8 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     """Costs include the communication of tensor-parallel ranks. A layer has two pairs of matrices,
-    and each pair gathers and scatters once in F and in I. W waits for nothing. The reductions of a
-    B, and of an I that is directly followed by its W, overlap with the weight gradients of second
-    matrices."""
+    and each pair gathers and scatters once in F and in I. W waits for nothing. In B, half of the
+    time of I's exchanges is hidden, as they run during products of weight gradients."""
     once = 4 * TOKENS * WIDTH * 2 * 3 / 4 / WHOLE.peers * 4
     waiting, alone = (costs_of(rates=r, tensor_parallel=4) for r in (WHOLE, ALONE))
     for kind, more in ((F, once), (I, once), (W, 0.0)):

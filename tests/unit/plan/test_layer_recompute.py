@@ -1,8 +1,8 @@
 """Tests of plans that choose Megatron's recompute together with schedule and layout.
 
-A launch with full recompute used to be planned with full recompute only, and a launch without it
-without any, even if its fullest rank had no memory for a shorter schedule. Recomputing a few norms
-frees enough memory for a much shorter step.
+A launch with full recompute used to be planned with full recompute only. A launch without recompute
+used to be planned without recompute only, even if its fullest rank had no memory for a shorter
+schedule; recomputing a few norms frees enough memory for a much shorter step.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def test_all_figures_keep_their_bars_and_stand_on_the_page() -> None:
 
 @pytest.mark.parametrize("words", ["recipes --write", "--file x.csv --write", "--keep-plans"])
 def test_options_without_effect_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options that have no effect are refused. They used to be ignored: with --file and --write,
-    the page got the numbers of another file."""
+    """Options with no effect, or a wrong one, are refused. With --file and --write, the numbers of
+    that file used to be written into the page, whose numbers are those of measured.csv."""
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
