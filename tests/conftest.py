@@ -1,5 +1,6 @@
 """Hooks of all tests: the order in which files run, the cores that processes share, checks of marks
-and skips, short searches, one thread of torch, and when garbage is collected."""
+and skips, short searches, one thread of torch, no network for tokenizers, and when garbage is
+collected."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # huggingface_hub reads this variable when it is imported. Our commands set it, but in a process
+    # of tests the package is imported by then. Without a network a test used to wait 47 seconds for
+    # each tokenizer of a hub.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     documents.writes_pages = bool(config.getoption(documents.WRITE_PAGES))
 
 
