@@ -367,7 +367,8 @@ def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:
 
 def test_costs_of_places_are_sums_over_ranks_relative_to_their_median() -> None:
     """The cost of a place (a microbatch's position in the step) is the sum of the seconds that the
-    ranks of a pipeline take for it, divided by the median of all such sums."""
+    ranks of a pipeline take for it, divided by the median of all such sums. In each step the
+    pipeline with the larger sum counts, and of several steps the mean."""
     ranks = [
         RankPlaces(pipeline, {F: ((1.0, factor), (1.0, 3.0 * factor))})
         for pipeline, factor in ((0, 2.0), (1, 1.0), (0, 2.0), (1, 1.0))
