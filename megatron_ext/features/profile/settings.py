@@ -21,13 +21,14 @@ def _check(config: Any) -> None:
             f"{flag('costs')} {config.costs} names no file: write {_PROFILE}:FILE, or {_PROFILE} "
             f"for {config.costs.profile} in the folder of --save"
         )
+    then = "then launch with this flag and the written costs file"
     if config.options.steps_overlap:
         raise conflicting(
             config,
             "post_validation",
             "costs",
             "the passes of steps that overlap cannot be measured one by one; profile without "
-            f"{flag('post_validation')}, then launch with this flag and the written costs file",
+            f"{flag('post_validation')}, {then}",
         )
     if config.rank_speeds is not None:
         raise conflicting(
@@ -42,7 +43,7 @@ def _check(config: Any) -> None:
             "slices",
             "costs",
             f"only passes of whole microbatches are measured; profile without {flag('slices')}, "
-            "then launch with this flag and the written costs file",
+            f"{then}",
         )
 
 

@@ -63,15 +63,11 @@ class SharedPromptBatch:
         shared = row.index_select(1, self._places)
         both_nan = (shared != shared) & (tensor != tensor)
         is_same = ((shared == tensor) | both_nan).all()
+        message = "share_prompts: sequences of one group have prompts that differ"
         if tensor.is_cuda:
-            torch._assert_async(
-                is_same, "share_prompts: sequences of one group have prompts that differ"
-            )
+            torch._assert_async(is_same, message)
         elif not is_same:
-            raise ValueError(
-                "share_prompts: sequences of one group have prompts that differ: give sequences "
-                "with different prompts different groups"
-            )
+            raise ValueError(f"{message}: give sequences with different prompts different groups")
         return row
 
     def in_sequences(self, output: Tensor) -> Tensor:
